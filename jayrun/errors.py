@@ -1,0 +1,95 @@
+"""Every exception a user may catch, each saying who must act.
+
+Bad arguments stay `TypeError` and `ValueError`; everything below derives from `JayrunError`.
+"""
+
+from __future__ import annotations
+
+
+class JayrunError(Exception):
+    """The root of jayrun's own exceptions."""
+
+
+# --- asking for capacity ---------------------------------------------------------------------------------------------
+
+
+class PlacementError(JayrunError):
+    """A placement request ended without a placement."""
+
+
+class PlacementImpossible(PlacementError):
+    """No combination of the declared devices, were they empty, could ever satisfy the recorded sequence.
+
+    The message carries the numbers per device. Ask for less, or declare more devices.
+    """
+
+
+class PlacementTimeout(PlacementError):
+    """The execution's waits together took longer than its `timeout`; nothing of it is left in the book."""
+
+
+class PlacementCancelled(PlacementError):
+    """The execution was cancelled while it waited or before it could ask again."""
+
+
+class PlacementSignalSwallowed(PlacementError):
+    """User code caught the internal signal that ends a waiting invocation, and went on without a lease."""
+
+
+class RequestSequenceChanged(PlacementError):
+    """An invocation issued other requests than the recorded sequence; the message shows both side by side."""
+
+
+class ConcurrentRequests(PlacementError):
+    """Two threads or tasks of one invocation asked for a placement at once; requests need one order."""
+
+
+class PlacementUnavailableHere(PlacementError):
+    """`self.placement` was used where no invocation runs: outside `execute()`/`setup()`, or in a forked child."""
+
+
+class RuntimeClosed(JayrunError):
+    """The Runtime was closed, or failed fast, and takes no new work."""
+
+
+# --- the book and its server -----------------------------------------------------------------------------------------
+
+
+class BookError(JayrunError):
+    """The database could not do what was asked."""
+
+
+class BookUnreachable(BookError):
+    """No connection to the database; the message says which address, why, and what to run."""
+
+
+class BookBusy(BookError):
+    """A transaction was refused again and again (serialization, deadlock) until its retry budget was used up."""
+
+
+class SchemaMismatch(BookError):
+    """The book's schema is older or newer than this jayrun; the message says what to run."""
+
+
+class UnknownDevice(BookError):
+    """No such device in the book; the message says which exist."""
+
+
+class UnknownHost(BookError):
+    """No such host in the book; the message says which exist."""
+
+
+class UnknownId(BookError):
+    """No lease or execution has this id; the message says how to list those that exist."""
+
+
+class DeviceInUse(BookError):
+    """A device that still carries leases cannot be removed; drain it first."""
+
+
+class DeviceFileError(JayrunError):
+    """A device file has a mistake; the message names file, line and key."""
+
+
+class ServerError(JayrunError):
+    """The PostgreSQL server that jayrun runs itself could not be started, stopped or reached."""

@@ -1,0 +1,61 @@
+"""The only reader of the environment: a frozen `Settings`, made once and handed down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a process of jayrun was told from outside.
+
+    `database_url`: JAYRUN_DATABASE_URL, a PostgreSQL URL; wins over every server of jayrun's own.
+    `home`: JAYRUN_HOME, a folder with a server of its own, and no other server is looked for.
+    `host_id`: JAYRUN_HOST_ID, this host's identity in the book (default: found by the kernel's facts).
+    `label`: JAYRUN_LABEL, a free text shown beside everything this process holds.
+    `pg_bindir`: JAYRUN_PG_BINDIR, the folder with `initdb` and `postgres`.
+    `data_home`: XDG_DATA_HOME, else ~/.local/share; a user's private server lives in `data_home/jayrun`.
+    `state_root`: where the host's server lives, started by root (JAYRUN_STATE_ROOT, else /var/lib/jayrun).
+    `run_root`: where the host's server puts its socket (JAYRUN_RUN_ROOT, else /run/jayrun).
+    `probes`: JAYRUN_PROBES, fault points armed by tests (see `jayrun.probes`).
+    """
+
+    database_url: str | None = None
+    home: Path | None = None
+    host_id: str | None = None
+    label: str = ""
+    pg_bindir: Path | None = None
+    data_home: Path = field(default_factory=lambda: Path.home() / ".local" / "share")
+    state_root: Path = Path("/var/lib/jayrun")
+    run_root: Path = Path("/run/jayrun")
+    probes: str = ""
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the settings from `environ` (default: this process's environment); empty values count as unset."""
+        env = os.environ if environ is None else environ
+
+        def path(name: str) -> Path | None:
+            return Path(env[name]).expanduser().absolute() if env.get(name) else None
+
+        return cls(
+            database_url=env.get("JAYRUN_DATABASE_URL") or None,
+            home=path("JAYRUN_HOME"),
+            host_id=env.get("JAYRUN_HOST_ID") or None,
+            label=env.get("JAYRUN_LABEL", ""),
+            pg_bindir=path("JAYRUN_PG_BINDIR"),
+            data_home=path("XDG_DATA_HOME") or Path.home() / ".local" / "share",
+            state_root=path("JAYRUN_STATE_ROOT") or Path("/var/lib/jayrun"),
+            run_root=path("JAYRUN_RUN_ROOT") or Path("/run/jayrun"),
+            probes=env.get("JAYRUN_PROBES", ""),
+        )
+
+
+def child_environment(updates: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """A copy of this process's environment for a child: variables starting with a prefix in `without` left out,
+    then `updates` put over it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(without or ("\0",))}
+    return kept | dict(updates)
