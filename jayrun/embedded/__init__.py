@@ -1,1 +1,9 @@
 """A PostgreSQL of our own, run as a service of the host or of one user."""
+
+from __future__ import annotations
+
+from jayrun.embedded.books import Book, locate
+from jayrun.embedded.server import Status, down, ensure, status, up
+from jayrun.embedded.throwaway import Throwaway, start_throwaway
+
+__all__ = ["Book", "Status", "Throwaway", "down", "ensure", "locate", "start_throwaway", "status", "up"]

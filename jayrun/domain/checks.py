@@ -1,0 +1,42 @@
+"""Small checks of arguments, each naming the argument and the value it refuses."""
+
+from __future__ import annotations
+
+from enum import Enum
+from numbers import Integral
+from typing import TypeVar
+
+MAX_INDEX = 2**31 - 1
+"""The largest device number that the book can hold."""
+
+_E = TypeVar("_E", bound=Enum)
+
+
+def whole_number(value: object, name: str, *, minimum: int = 0, maximum: int = MAX_INDEX) -> int:
+    """`value` as an int from `minimum` to `maximum`; NumPy's integers are whole numbers, a bool is not.
+
+    Raises TypeError for another type and ValueError when it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})")
+    number = int(value)
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, but is {number}")
+    if number > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, but is {number}")
+    return number
+
+
+def flag(value: object, name: str) -> bool:
+    """`value` when it is True or False; raises TypeError for anything that is merely true or false-like."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r} ({type(value).__name__})")
+    return value
+
+
+def member(value: object, name: str, kind: type[_E]) -> _E:
+    """`value` when it is a member of the enumeration `kind`; raises TypeError otherwise, also for its bare text."""
+    if not isinstance(value, kind):
+        known = ", ".join(f"{kind.__name__}.{each.name}" for each in kind)
+        raise TypeError(f"{name} must be one of {known}, not {value!r} ({type(value).__name__})")
+    return value

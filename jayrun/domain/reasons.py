@@ -1,0 +1,114 @@
+"""Words for people: why requests can never be placed, and what a device lacks for one now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from jayrun.domain.devices import BookedDevice, DeviceState
+from jayrun.domain.fit import is_candidate
+from jayrun.domain.requests import Request
+from jayrun.domain.units import format_bytes
+
+_MOST_LINES = 64
+"""Devices listed one by one before the rest is only counted."""
+
+
+def why_impossible(
+    requests: Sequence[Request], devices: Sequence[BookedDevice], fits_alone: Callable[[Request], bool]
+) -> str:
+    """Why `requests` do not fit `devices`, all empty, with the numbers of each device.
+
+    Several requests are all named; when one of them already fails alone (`fits_alone`), the numbers are told for it.
+    """
+    if not devices:
+        return f"{_names(requests)} can never be placed: no device is declared here"
+    culprit = next((request for request in requests if not fits_alone(request)), None)
+    if culprit is None:
+        least = sum(request.group_bytes + request.min_devices * request.per_device_bytes for request in requests)
+        alone = sum(request.min_devices for request in requests if request.exclusive)
+        head = (
+            f"{_names(requests)} can never be placed together, although each could be alone; they need at least "
+            + format_bytes(least)
+            + (f" and {_counted(alone, 'device')} to themselves" if alone else "")
+        )
+        return _listing(head, devices, lambda device: "")
+    because = f", because of {culprit.describe()}" if len(requests) > 1 else ""
+    head = f"{_names(requests)} can never be placed{because}: it needs {_needs(culprit)}"
+    return _listing(head, devices, lambda device: _verdict(culprit, device))
+
+
+def unmet(request: Request, device: BookedDevice) -> str | None:
+    """What `device` lacks now for the smallest share of `request`, in a few words, or None when it would take it."""
+    if not is_candidate(request, device):
+        return _mismatch(request, device)
+    if device.state is not DeviceState.ONLINE:
+        return f"{device.state}"
+    if device.exclusive:
+        return "held by an exclusive lease"
+    if device.share_count and (request.exclusive or device.exclusive_only):
+        who = "asked for exclusively" if request.exclusive else "an exclusive-only device"
+        return f"{who}, but carries {_counted(device.share_count, 'lease')}"
+    needed = request.shares(request.max_devices)[-1]
+    if device.free_bytes < needed:
+        return f"{_differing(device.free_bytes, needed)[0]} free, needs {_differing(device.free_bytes, needed)[1]}"
+    return None
+
+
+def _verdict(request: Request, device: BookedDevice) -> str:
+    if not is_candidate(request, device):
+        return _mismatch(request, device)
+    smallest = request.shares(request.max_devices)[-1]
+    if device.capacity_bytes < smallest:
+        return "too small"
+    largest = request.shares(request.min_devices)[0]
+    return "large enough" if device.capacity_bytes >= largest else "too small for the largest share"
+
+
+def _mismatch(request: Request, device: BookedDevice) -> str:
+    if device.kind is not request.device:
+        return f"no {request.device}"
+    if request.backend not in device.backends:
+        return f"no {request.backend}"
+    return f"not device_id {request.device_id}"
+
+
+def _needs(request: Request) -> str:
+    kind = f"{request.device} with {request.backend}"
+    if not request.group:
+        pinned = "" if request.device_id is None else f" with device_id {request.device_id}"
+        return f"{format_bytes(request.shares(1)[0])} on one {kind}{pinned}"
+    counts = sorted({request.min_devices, request.max_devices})
+    ways = " to ".join(f"{count} x {format_bytes(request.shares(count)[0])}" for count in counts)
+    return f"{ways}, each on its own {kind}"
+
+
+def _names(requests: Sequence[Request]) -> str:
+    if len(requests) == 1:
+        return requests[0].describe()
+    calls = Counter(request.describe() for request in requests)
+    listed = ", ".join(call if count == 1 else f"{count} x {call}" for call, count in calls.items())
+    return f"the {len(requests)} requests {listed}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _listing(head: str, devices: Sequence[BookedDevice], verdict: Callable[[BookedDevice], str]) -> str:
+    lines = [head]
+    listed = sorted(devices, key=lambda device: device.host_index)
+    for device in listed[:_MOST_LINES]:
+        backends = ", ".join(sorted(device.backends))
+        alone = ", exclusive only" if device.exclusive_only else ""
+        facts = f"  {device.kind} {device.host_index}: {format_bytes(device.capacity_bytes)}, {backends}{alone}"
+        lines.append(f"{facts}: {verdict(device)}" if verdict(device) else facts)
+    if len(listed) > _MOST_LINES:
+        lines.append(f"  and {_counted(len(listed) - _MOST_LINES, 'more device')}")
+    return "\n".join(lines)
+
+
+def _differing(one: int, other: int) -> tuple[str, str]:
+    """Both numbers for people, but to the byte where rounding would make them look equal."""
+    texts = format_bytes(one), format_bytes(other)
+    return texts if texts[0] != texts[1] else (f"{one} B", f"{other} B")

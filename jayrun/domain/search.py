@@ -1,0 +1,178 @@
+"""The search for a place for a whole sequence of requests at once: depth first, best fit first, bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeAlias
+
+from jayrun.domain.devices import BookedDevice, Share
+from jayrun.domain.fit import is_open
+from jayrun.domain.requests import Request
+
+Plan: TypeAlias = tuple[tuple[Share, ...], ...]
+"""For each request, in their order, its shares by ascending host index."""
+
+Rank: TypeAlias = Callable[[Request, BookedDevice, int], tuple[int, ...]]
+"""How well a device takes a share of so many bytes of a request: the lowest is tried first."""
+
+_WORK = 3_000
+"""Devices looked at before a search gives up: some 10 ms on one core, however many devices there are."""
+
+_Picture: TypeAlias = tuple[BookedDevice, ...]
+
+
+def best_fit(request: Request, device: BookedDevice, memory_bytes: int) -> tuple[int, ...]:
+    """Rank a device by the memory left over."""
+    return (device.free_bytes - memory_bytes, device.host_index)
+
+
+class Search:
+    """Every way to place `requests` on `devices`, the preferred one first.
+
+    Pinned requests come first, then exclusive ones, then the largest. `twin` says what else makes two devices differ
+    than what the book shows, if anything. After the first descent the search is bounded: `complete` turns False when
+    it was given up before everything had been tried.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        devices: Sequence[BookedDevice],
+        *,
+        rank: Rank = best_fit,
+        twin: Callable[[BookedDevice], Hashable] | None = None,
+    ) -> None:
+        self.complete = True
+        self._requests = requests
+        self._order = sorted(range(len(requests)), key=lambda index: _urgency(requests[index]))
+        self._picture = tuple(devices)
+        self._rank = rank
+        self._steps = len(requests) + _WORK // max(1, len(devices))
+        # Devices of one make are interchangeable for every request that is not pinned.
+        makes: dict[Hashable, int] = {}
+        self._makes = {
+            device.id: makes.setdefault((_make(device), twin(device) if twin else None), len(makes))
+            for device in devices
+        }
+
+    def plans(self) -> Iterator[Plan]:
+        """The plans, those left out that differ from an earlier one by interchangeable devices only."""
+        if not self._enough_memory():
+            return
+        pictures = [self._picture]
+        branches = [self._choices(0, self._picture)]
+        chosen: list[tuple[Share, ...]] = []
+        seen: set[Hashable] = set()
+        while branches:
+            choice = next(branches[-1], None)
+            if choice is None:
+                branches.pop()
+                pictures.pop()
+                if chosen:
+                    chosen.pop()
+                continue
+            self._steps -= 1
+            if self._steps < 0:
+                self.complete = False
+                return
+            if len(chosen) + 1 == len(self._requests):
+                yield self._in_order([*chosen, choice])
+                continue
+            picture = book(pictures[-1], choice)
+            # The same picture at the same depth leads to nothing new, neither to failure nor to another plan.
+            key = (len(branches), tuple(sorted(self._state(device) for device in picture)))
+            if key not in seen:
+                seen.add(key)
+                chosen.append(choice)
+                pictures.append(picture)
+                branches.append(self._choices(len(chosen), picture))
+
+    def _enough_memory(self) -> bool:
+        """Whether the bytes alone might suffice, for the requests of each kind and backend together."""
+        needed: dict[tuple[str, str], int] = {}
+        for request in self._requests:
+            least = request.group_bytes + request.min_devices * request.per_device_bytes
+            key = (request.device, request.backend)
+            needed[key] = needed.get(key, 0) + least
+        return all(
+            memory_bytes
+            <= sum(max(0, each.free_bytes) for each in self._picture if each.kind == kind and backend in each.backends)
+            for (kind, backend), memory_bytes in needed.items()
+        )
+
+    def _choices(self, depth: int, picture: _Picture) -> Iterator[tuple[Share, ...]]:
+        request = self._requests[self._order[depth]]
+        usable = [device for device in picture if is_open(request, device)]
+        for count in request.counts():
+            if count <= len(usable):
+                yield from self._arrangements(request, request.shares(count), usable)
+
+    def _arrangements(
+        self, request: Request, sizes: tuple[int, ...], usable: list[BookedDevice]
+    ) -> Iterator[tuple[Share, ...]]:
+        large, small = sizes[0], sizes[-1]
+        many = sizes.count(large)
+        fitting = self._ranked(request, usable, small)
+        roomy = self._ranked(request, usable, large) if large > small else fitting
+        # Whoever holds a large share holds a small one: with enough of both, every selection can be completed.
+        if len(fitting) < len(sizes):
+            return
+        for first in self._selections(roomy, many):
+            shares = [_share(request, device, large) for device in first]
+            taken = {device.id for device in first}
+            others = [device for device in fitting if device.id not in taken]
+            for second in self._selections(others, len(sizes) - many):
+                yield (*shares, *(_share(request, device, small) for device in second))
+
+    def _ranked(self, request: Request, usable: list[BookedDevice], memory_bytes: int) -> list[BookedDevice]:
+        fitting = [device for device in usable if device.free_bytes >= memory_bytes]
+        return sorted(fitting, key=lambda device: self._rank(request, device, memory_bytes))
+
+    def _selections(self, devices: list[BookedDevice], count: int) -> Iterator[list[BookedDevice]]:
+        """Each way to take `count` of `devices`, the front ones first, interchangeable neighbours counted as one."""
+        states = [self._state(device) for device in devices]
+        # Where the run of interchangeable neighbours ends that each device belongs to.
+        ends = list(range(1, len(devices) + 1))
+        for index in range(len(devices) - 2, -1, -1):
+            if states[index] == states[index + 1]:
+                ends[index] = ends[index + 1]
+        taken = list(range(count))
+        while len(devices) >= count:
+            yield [devices[index] for index in taken]
+            for place in range(count - 1, -1, -1):
+                start = ends[taken[place]]
+                if start + count - place <= len(devices):
+                    taken[place:] = range(start, start + count - place)
+                    break
+            else:
+                return
+
+    def _state(self, device: BookedDevice) -> tuple[int, int, bool, bool]:
+        return (self._makes[device.id], device.reserved_bytes, device.share_count > 0, device.exclusive)
+
+    def _in_order(self, chosen: list[tuple[Share, ...]]) -> Plan:
+        placed: list[tuple[Share, ...]] = [()] * len(chosen)
+        for index, shares in zip(self._order, chosen, strict=True):
+            placed[index] = tuple(sorted(shares, key=lambda share: share.host_index))
+        return tuple(placed)
+
+
+def book(devices: Sequence[BookedDevice], shares: Sequence[Share]) -> tuple[BookedDevice, ...]:
+    """The picture of `devices` with `shares` booked on them, whether or not they fit."""
+    booked = list(devices)
+    places = {device.id: place for place, device in enumerate(devices)}
+    for share in shares:
+        booked[places[share.device_id]] = booked[places[share.device_id]].with_share(share)
+    return tuple(booked)
+
+
+def _urgency(request: Request) -> tuple[bool, bool, int]:
+    return (request.device_id is None, not request.exclusive, -request.shares(request.min_devices)[0])
+
+
+def _make(device: BookedDevice) -> Hashable:
+    return (device.kind, device.backends, device.capacity_bytes, device.exclusive_only, device.state)
+
+
+def _share(request: Request, device: BookedDevice, memory_bytes: int) -> Share:
+    return Share(device.id, device.host_index, memory_bytes, request.exclusive or device.exclusive_only)

@@ -1,0 +1,247 @@
+"""Start, stop and describe the server that keeps the book."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg.pq import Ping
+
+from jayrun.embedded import alive, cluster
+from jayrun.embedded.accounts import Account, service_account
+from jayrun.embedded.books import Book, book_at, host_exists, locate, place_for
+from jayrun.embedded.places import Place
+from jayrun.embedded.programs import find_bindir, programs_for
+from jayrun.errors import BookUnreachable, ServerError
+from jayrun.settings import Settings
+
+START_SECONDS = 120.0  # recovery after a crash reads the log of up to some minutes of work
+STOP_STEPS = ((signal.SIGINT, 30.0), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0))  # with the seconds to wait
+
+log = logging.getLogger("jayrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is known about a book's server.
+
+    `book`: which one. `server_version`: such as "18.6", None unless it answers. `pid`: the postmaster's, None unless
+    it runs and this user may stop it. `data_folder`, `log_file`: None when the server is not one of ours.
+    `held_down`: whether it was stopped by `down` and waits for `up`.
+    """
+
+    book: Book
+    server_version: str | None
+    pid: int | None
+    data_folder: Path | None
+    held_down: bool
+    log_file: Path | None
+
+
+def ensure(settings: Settings) -> Book:
+    """The book that applies, its server started if it is one of ours, is not running and was not stopped by `down`.
+
+    Raises `BookUnreachable` when it is held down or somebody else must start it, `ServerError` when it cannot start.
+    """
+    book = locate(settings)
+    if book.kind == "url":
+        return book
+    place = place_for(settings)
+    if not _is_up(place):
+        _start(place, settings, lift_hold=False)
+    return book_at(place)
+
+
+def up(settings: Settings) -> Book:
+    """Start the server of the book that applies, and end what `down` decreed; nothing happens if it runs.
+
+    Raises `BookUnreachable` when somebody else must start it, `ServerError` when it cannot start.
+    """
+    book = locate(settings)
+    if book.kind == "url":
+        if not book.running:
+            raise BookUnreachable("no server answers at JAYRUN_DATABASE_URL: start it, or unset the variable")
+        return book
+    place = place_for(settings)
+    if not _is_up(place) or (place.held_down.exists() and manages(place)):
+        _start(place, settings, lift_hold=True)
+    return book_at(place)
+
+
+def down(settings: Settings) -> bool:
+    """Stop the server and let nothing but `up` start it again; False when it was not running.
+
+    Every session is ended; what is committed stays. Raises `ServerError` when this user may not stop it, it is not
+    one of ours, or its processes do not end.
+    """
+    if settings.database_url is not None:
+        raise ServerError("JAYRUN_DATABASE_URL is set, and its server is not jayrun's to stop: unset the variable")
+    place = place_for(settings)
+    if not manages(place):
+        raise ServerError(f"the server in {place.root} is not yours to stop: {_how(place, 'down')}")
+    if not place.data.exists():
+        return False
+    account = _account(place)
+    with alive.locked(place.start_lock, wait_seconds=START_SECONDS):
+        place.held_down.touch()
+        if not alive.is_alive(place):
+            return False
+        for signal_number, wait_seconds in STOP_STEPS:
+            postmaster, others = alive.processes(place, account)
+            alive.kill([] if postmaster is None else [postmaster], signal_number)
+            if signal_number is signal.SIGKILL:
+                alive.kill(others)
+            if alive.wait_until_gone(place, account, wait_seconds=wait_seconds):
+                return True
+    raise ServerError(
+        f"the server in {place.root} does not end: see {place.logs}, and which process has files open there"
+    )
+
+
+def status(settings: Settings) -> Status:
+    """What is known about the book that applies; starts nothing."""
+    book = locate(settings)
+    version = _server_version(book) if book.running else None
+    if book.kind == "url":
+        return Status(book, version, None, None, False, None)
+    place = place_for(settings)
+    pid = None
+    if book.running and manages(place):
+        pid, _ = alive.processes(place, _account(place))
+    return Status(book, version, pid, place.data, os.path.exists(place.held_down), _log_file(place))
+
+
+def manages(place: Place) -> bool:
+    """Whether this process's user may start and stop the server at `place`, or make one there."""
+    if os.geteuid() == 0:
+        return True
+    try:
+        return place.data.stat().st_uid == os.geteuid()
+    except PermissionError:
+        return False
+    except FileNotFoundError:
+        existing = next(folder for folder in (place.root, *place.root.parents) if folder.exists())
+        return os.access(existing, os.W_OK | os.X_OK)
+
+
+def _is_up(place: Place) -> bool:
+    """Whether the server takes sessions; waits for one that is about to."""
+    deadline = time.monotonic() + START_SECONDS
+    while (answer := place.ping()) is Ping.REJECT and time.monotonic() < deadline:
+        time.sleep(alive.POLL_SECONDS)
+    return answer is Ping.OK
+
+
+def _start(place: Place, settings: Settings, *, lift_hold: bool) -> None:
+    if not manages(place):
+        raise BookUnreachable(f"the server in {place.root} is not running: {_how(place, 'up')}")
+    held = f"the book was stopped with `jayrun db down` and stays so until somebody says otherwise: {_how(place, 'up')}"
+    if place.held_down.exists() and not lift_hold:
+        raise BookUnreachable(held)
+    if place.kind == "private" and host_exists(settings):
+        raise ServerError("this host has a book of its own, so no private one is started beside it: try again")
+    account = _account(place)
+    _prepare(place, account)
+    with alive.locked(place.start_lock, wait_seconds=START_SECONDS) as lock_handle:
+        if lift_hold:
+            place.held_down.unlink(missing_ok=True)
+        elif place.held_down.exists():
+            raise BookUnreachable(held)
+        if place.ping() is not Ping.OK:
+            _start_locked(place, settings, account=account, lock_handle=lock_handle)
+
+
+def _start_locked(place: Place, settings: Settings, *, account: Account, lock_handle: int) -> None:
+    programs = programs_for(account, bindir=find_bindir(settings), copies=place.root)
+    if not place.data.exists():
+        cluster.create_cluster(place, programs=programs, account=account, lock_handle=lock_handle)
+        if place.kind == "private":
+            log.warning("private book: other users are not seen")
+    cluster.check_version(place, programs)
+    handle = alive.claim(place, account, wait_seconds=START_SECONDS)
+    if handle is None:
+        return  # started by somebody who was killed before they could say so
+    try:
+        cluster.remove_leftovers(place)
+        command = cluster.server_command(place, programs, configuration={})
+        with place.start_log.open("w") as output:
+            # The shell leaves the server behind and ends: it belongs to nobody, so no worker's exit touches it.
+            shell = account.spawn(
+                ["/bin/sh", "-c", '"$@" &', "sh", *command],
+                output=output.fileno(),
+                keep_fds=[handle],
+                new_session=True,
+            )
+            shell.wait()
+    finally:
+        os.close(handle)
+    deadline = time.monotonic() + START_SECONDS
+    while place.ping() is not Ping.OK:
+        if not alive.is_alive(place):
+            raise ServerError(f"the server in {place.root} did not start: {_last_words(place)}")
+        if time.monotonic() > deadline:
+            raise ServerError(f"the server in {place.root} is not ready after {START_SECONDS:.0f} s: see {place.logs}")
+        time.sleep(alive.POLL_SECONDS)
+
+
+def _account(place: Place) -> Account:
+    """Who runs the server at `place`: whoever owns its data, else its folder, else this caller's service account."""
+    if os.geteuid() == 0:
+        for path in (place.data, place.root):
+            if path.exists() and path.stat().st_uid != 0:
+                return Account.from_uid(path.stat().st_uid)
+    return service_account(create=place.kind == "host")
+
+
+def _prepare(place: Place, account: Account) -> None:
+    """Make the folders and lock files around the data folder."""
+    try:
+        if not place.root.exists():
+            place.root.mkdir(parents=True)
+            place.root.chmod(0o755 if os.geteuid() == 0 else 0o700)
+        if not account.can_enter(place.root):
+            raise ServerError(
+                f"the account {account.name}, which runs PostgreSQL for root, cannot enter {place.root}: let others "
+                "pass through the folders on the way there (chmod o+x), or choose another one"
+            )
+        account.make_folder(place.logs, mode=0o700)
+        account.make_folder(place.sockets, mode=0o755)
+        for path in (place.start_lock, place.alive_lock):
+            path.touch()
+            account.own(path, mode=0o600)
+    except (PermissionError, NotADirectoryError) as error:
+        raise ServerError(f"cannot make the server's folders: {error}; see who owns {place.root}") from error
+
+
+def _how(place: Place, command: str) -> str:
+    if place.kind == "host" and os.geteuid() != 0:
+        return f"`sudo jayrun db {command}`"
+    return f"`jayrun db {command}`" if manages(place) else f"`jayrun db {command}`, run by its owner or root"
+
+
+def _last_words(place: Place) -> str:
+    """The end of what the server printed, from the log it was writing when it ended."""
+    texts = [path.read_text(errors="replace").strip() for path in (place.start_log, _log_file(place)) if path.exists()]
+    return "\n".join(dict.fromkeys(text[-1500:] for text in texts))
+
+
+def _log_file(place: Place) -> Path:
+    """The file the server writes its log to now."""
+    try:
+        current = (place.data / "current_logfiles").read_text()
+    except (FileNotFoundError, PermissionError):
+        return place.start_log
+    return Path(current.partition(" ")[2].strip() or place.start_log)
+
+
+def _server_version(book: Book) -> str | None:
+    try:
+        with psycopg.connect(book.url, connect_timeout=5) as connection:
+            return connection.info.parameter_status("server_version")
+    except psycopg.OperationalError:
+        return None

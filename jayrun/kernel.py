@@ -1,0 +1,125 @@
+"""What the kernel says about processes: who this one is, and whether a recorded one still lives. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from jayrun.domain.liveness import Incarnation, Sighting, Verdict, judge
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot; another one after every restart of the machine."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def machine_id() -> str:
+    """The installation's id from /etc/machine-id, else the boot id (a container image without one)."""
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        try:
+            if found := Path(path).read_text().strip():
+                return found
+        except OSError:
+            continue
+    return boot_id()
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def user_name() -> str:
+    """The login name of this process's user, else its number (a uid without a passwd entry)."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def command_line() -> str:
+    """What this process was started as, shortened to 200 characters for people."""
+    return " ".join([os.path.basename(sys.argv[0] or sys.executable), *sys.argv[1:]])[:200]
+
+
+def pid_namespace() -> int:
+    """The inode number of this process's pid namespace."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat: when the process started, in clock ticks since boot. None when it cannot be read.
+
+    A zombie counts as gone (None): it holds no memory and runs no code. Tell None apart by `is_absent`.
+    """
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()  # the command in brackets may hold spaces and brackets
+    return int(fields[19])
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return False
+    return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] in (b"Z", b"X")
+
+
+def is_absent(pid: int) -> bool:
+    """Whether the kernel says that no such process exists, or only its exit status is left (a zombie)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return _is_zombie(pid)
+
+
+def incarnation(pid: int | None = None) -> Incarnation:
+    """The identity of a living process (default: this one), as the book records it.
+
+    Raises ProcessLookupError when the process is gone.
+    """
+    pid = os.getpid() if pid is None else pid
+    ticks = start_ticks(pid)
+    if ticks is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return Incarnation(boot_id=boot_id(), pid_namespace=pid_namespace(), pid=pid, start_ticks=ticks)
+
+
+def verdict(recorded: Incarnation) -> Verdict:
+    """The kernel's judgement of a recorded process: alive, dead, or unseen from here."""
+    here = (boot_id(), pid_namespace())
+    ticks = start_ticks(recorded.pid)
+    absent = is_absent(recorded.pid)
+    return judge(recorded, Sighting(boot_id=here[0], pid_namespace=here[1], start_ticks=ticks, absent=absent))
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants of this process become its children, so that it can wait for them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def describe_signal(number: int) -> str:
+    """The usual name of a signal, "SIGKILL" for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

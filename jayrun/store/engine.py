@@ -1,0 +1,111 @@
+"""Connections: how jayrun connects to PostgreSQL, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import Connection as PgConnection
+from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from jayrun.errors import BookUnreachable
+
+# One idle connection per process is kept; bursts may open more, and give them back at once.
+_POOL = {"pool_size": 1, "max_overflow": 63, "pool_timeout": 30, "pool_use_lifo": True}
+_CONNECT = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+    "target_session_attrs": "read-write",
+}
+
+
+def connect_engine(url: str, *, role: str, instance: str = "") -> Engine:
+    """An engine for the book at `url`; connects lazily, in autocommit (transactions are begun where they are meant).
+
+    `role` and `instance` name this process to the server (`application_name`). Raises ValueError for a URL that is not
+    PostgreSQL's.
+    """
+    name = f"jayrun:{role}:{instance}" if instance else f"jayrun:{role}"
+    return create_engine(
+        driver_url(url),
+        isolation_level="AUTOCOMMIT",
+        connect_args={**_CONNECT, "application_name": name[:63]},
+        **_POOL,
+    )
+
+
+def driver_url(url: str) -> Any:
+    """`url` as SQLAlchemy wants it for psycopg; takes `postgres://` and `postgresql://` alike."""
+    try:
+        parsed = make_url(url)
+    except Exception as error:  # SQLAlchemy raises its own type for unparsable text; the answer is the same for all
+        raise ValueError(f"database URL {url!r} cannot be read: {error}") from None
+    if parsed.get_backend_name() not in ("postgresql", "postgres"):
+        raise ValueError(f"database URL {parsed!r} is not PostgreSQL's: it should start with postgresql://")
+    return parsed.set(drivername="postgresql+psycopg")
+
+
+def address(url: str) -> str:
+    """`url` for people: without its password."""
+    return make_url(url).render_as_string(hide_password=True)
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Turn a failed connection inside the block into `BookUnreachable` with address, reason and remedy."""
+    try:
+        yield
+    except (OperationalError, psycopg.OperationalError, PoolTimeout) as error:
+        if not is_lost(error):
+            raise
+        raise unreachable(url, error) from error
+
+
+def unreachable(url: str, error: BaseException) -> BookUnreachable:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    reason = " ".join(str(cause).split()) or type(cause).__name__
+    return BookUnreachable(
+        f"the book at {address(url)} cannot be reached: {reason}\n"
+        "start jayrun's own server with `jayrun db up`, or check JAYRUN_DATABASE_URL"
+    )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` means that the connection is gone or was never made (and not that a statement was refused)."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if isinstance(error, PoolTimeout):
+        return True
+    if not isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError):
+        return False
+    # A refused statement carries an SQLSTATE; 08 is connection trouble, 57P a server that goes away, 53300 too many
+    # clients, 25006 a standby, 25P03 our own idle-in-transaction guard.
+    state = cause.sqlstate
+    return state is None or state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03")
+
+
+@contextmanager
+def driver_connection(engine: Engine) -> Iterator[PgConnection[Any]]:
+    """The psycopg connection under one of the engine's; a lost one is thrown away, an unclean one is rolled back."""
+    checked_out = engine.raw_connection()
+    try:
+        pg: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
+        try:
+            yield pg
+        except BaseException:
+            if pg.closed or pg.broken:
+                checked_out.invalidate()
+            else:
+                try:
+                    pg.rollback() if pg.pgconn.transaction_status else None
+                except psycopg.Error:
+                    checked_out.invalidate()
+            raise
+    finally:
+        checked_out.close()

@@ -1,0 +1,142 @@
+"""Executions after their first request: claimed when admitted, withdrawn while waiting, finished in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from psycopg import Connection as PgConnection
+from psycopg.types.json import Jsonb
+
+from jayrun.domain.lifecycle import ExecutionState
+from jayrun.store.admission import Lease
+from jayrun.store.leases import leases_of_unit
+from jayrun.store.transactions import Book
+
+# Only a unit whose process shows life may be granted again; asking for news is showing life.
+_WAKE = "UPDATE jayrun.executions SET dormant = false WHERE id = ANY (%s) AND dormant RETURNING host_id"
+_NEWS = "SELECT id, state, failure FROM jayrun.executions WHERE id = ANY (%s) AND state <> 'waiting'"
+_CLAIM = """
+UPDATE jayrun.executions SET state = 'running', claim = claim + 1
+WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation, age, waited_seconds
+"""
+# Grants that nobody fetched go back: the leases end, the unit waits again at its old place, and sleeps until its process
+# shows life, so that a stopped process does not freeze devices again and again.
+_UNCLAIMED = """
+SELECT e.id FROM jayrun.executions e, jayrun.settings s
+WHERE e.state = 'admitted' AND e.id = e.unit_id AND e.host_id = %s AND NOT e.detached
+  AND e.admitted_at < clock_timestamp() - make_interval(secs => s.claim_seconds) ORDER BY e.id
+"""
+_PARK_AGAIN = """
+UPDATE jayrun.executions SET state = 'waiting', waiting_since = clock_timestamp(), dormant = true
+WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation
+"""
+_RETURN_LEASES = """
+UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'returned'
+FROM jayrun.leases l
+WHERE l.id = h.lease_id AND h.ended_at IS NULL AND l.execution_id = ANY (%s) AND l.ended_at IS NULL
+  AND (l.execution_id, l.invocation) IN (SELECT * FROM unnest(%s::uuid[], %s::integer[]))
+"""
+_WITHDRAW = """
+UPDATE jayrun.executions SET state = CASE WHEN id = unit_id THEN %s ELSE 'cancelled' END,
+    ended_at = clock_timestamp(), waiting_since = NULL, failure = %s,
+    waited_seconds = waited_seconds + coalesce(extract(epoch FROM clock_timestamp() - waiting_since), 0)
+WHERE unit_id = %s AND state IN ('waiting', 'admitted') RETURNING id, invocation
+"""
+_DROP_MEMBERS = """
+UPDATE jayrun.executions SET state = 'cancelled', ended_at = clock_timestamp(), waiting_since = NULL
+WHERE id = ANY (%s) AND state = 'waiting' AND id <> unit_id
+"""
+_FINISH = """
+UPDATE jayrun.executions SET state = %s, ended_at = clock_timestamp(), failure = %s, attempt = %s
+WHERE id = %s AND state = 'running'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """An admitted unit, claimed: what each of its executions is now, and the leases of the coming invocation."""
+
+    members: dict[UUID, tuple[int, int]]  # execution: (invocation, age)
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What became of a waiting execution: its state, and the failure that was stored if it ended."""
+
+    id: UUID
+    state: ExecutionState
+    failure: dict[str, Any] | None
+
+
+def news(book: Book, waiting: Sequence[UUID]) -> tuple[list[News], bool]:
+    """Which of these executions wait no longer; and whether one was dormant and is awake now (then combine)."""
+
+    def unit(pg: PgConnection[Any]) -> tuple[list[News], bool]:
+        woken = pg.execute(_WAKE, (list(waiting),)).fetchall()
+        rows = pg.execute(_NEWS, (list(waiting),)).fetchall()
+        return [News(row[0], ExecutionState(row[1]), row[2]) for row in rows], bool(woken)
+
+    return book.written(unit)
+
+
+def claim(book: Book, unit_id: UUID) -> Claimed | None:
+    """Take what was granted to an admitted unit; None when it is not (or no longer) admitted."""
+
+    def unit(pg: PgConnection[Any]) -> Claimed | None:
+        rows = pg.execute(_CLAIM, (unit_id,)).fetchall()
+        if not rows:
+            return None
+        return Claimed({row[0]: (row[1], row[2]) for row in rows}, tuple(leases_of_unit(pg, unit_id)))
+
+    return book.written(unit)
+
+
+def return_unclaimed(book: Book, host_id: int) -> int:
+    """Give back what was granted and not claimed within the book's `claim_seconds`; returns how many units. Combine."""
+
+    def unit(pg: PgConnection[Any]) -> int:
+        overdue = [row[0] for row in pg.execute(_UNCLAIMED, (host_id,)).fetchall()]
+        for unit_id in overdue:
+            with pg.transaction():
+                _return_leases(pg, pg.execute(_PARK_AGAIN, (unit_id,)).fetchall())
+        return len(overdue)
+
+    return book.written(unit)
+
+
+def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[str, Any] | None) -> bool:
+    """End a unit that waits, or was admitted and not claimed; what it was granted goes back. Combine if it returns True.
+
+    False: it does not wait any more (it was claimed, or has ended).
+    """
+
+    def unit(pg: PgConnection[Any]) -> bool:
+        with pg.transaction():
+            stored = None if failure is None else Jsonb(failure)
+            rows = pg.execute(_WITHDRAW, (state.value, stored, unit_id)).fetchall()
+            _return_leases(pg, rows)
+        return bool(rows)
+
+    return book.written(unit)
+
+
+def drop_members(book: Book, executions: Sequence[UUID]) -> None:
+    """Let set-ups that are no longer needed wait no longer with their unit. Combine."""
+    book.written(lambda pg: pg.execute(_DROP_MEMBERS, (list(executions),)))
+
+
+def finish(
+    book: Book, execution_id: UUID, *, state: ExecutionState, failure: dict[str, Any] | None = None, attempt: int = 1
+) -> None:
+    """Record how a running execution ended; a second finish changes nothing."""
+    stored = None if failure is None else Jsonb(failure)
+    book.written(lambda pg: pg.execute(_FINISH, (state.value, stored, attempt, execution_id)))
+
+
+def _return_leases(pg: PgConnection[Any], rows: list[Any]) -> None:
+    ids, invocations = [row[0] for row in rows], [row[1] for row in rows]
+    pg.execute(_RETURN_LEASES, (ids, ids, invocations))

@@ -1,0 +1,91 @@
+"""Hosts and holders: how a process introduces itself to the book, shows life, and leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from psycopg import Connection as PgConnection
+
+from jayrun import kernel
+from jayrun.domain.liveness import Incarnation
+from jayrun.store.ids import new_id
+from jayrun.store.reclaim import end_holder
+from jayrun.store.transactions import Book
+
+# The host whose boot id is mine is mine, however it is called now; else the one with my machine id.
+_FIND_HOST = """
+SELECT id FROM jayrun.hosts WHERE %(explicit)s::text IS NULL AND boot_id = %(boot_id)s
+UNION ALL
+SELECT id FROM jayrun.hosts WHERE identity = coalesce(%(explicit)s, %(machine_id)s)
+LIMIT 1
+"""
+_ATTEST_HOST = """
+UPDATE jayrun.hosts SET name = %s, boot_id = %s, seen_at = clock_timestamp() WHERE id = %s
+"""
+_ADD_HOST = """
+INSERT INTO jayrun.hosts (identity, name, boot_id) VALUES (%s, %s, %s)
+ON CONFLICT (identity) DO UPDATE SET seen_at = clock_timestamp() RETURNING id
+"""
+_ADD_HOLDER = """
+INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_ticks, user_name, label, command, role)
+VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
+"""
+_BEAT = "UPDATE jayrun.holders SET seen_at = clock_timestamp() WHERE id = %s AND state = 'alive'"
+_BEAT_HOST = "UPDATE jayrun.hosts SET seen_at = clock_timestamp() WHERE id = %s"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process as the book knows it: its random instance id, and the key of its host."""
+
+    id: UUID
+    host_id: int
+
+
+def attest_host(book: Book, explicit_identity: str | None) -> int:
+    """The key of this host in the book, which is told that it lives; a new host is added.
+
+    `explicit_identity` is the host id setting, which wins over what the kernel says.
+    """
+    facts = {"explicit": explicit_identity, "boot_id": kernel.boot_id(), "machine_id": kernel.machine_id()}
+
+    def unit(pg: PgConnection[Any]) -> int:
+        found = pg.execute(_FIND_HOST, facts).fetchone()
+        if found is not None:
+            pg.execute(_ATTEST_HOST, (kernel.host_name(), facts["boot_id"], found[0]))
+            return int(found[0])
+        identity = explicit_identity or facts["machine_id"]
+        added = pg.execute(_ADD_HOST, (identity, kernel.host_name(), facts["boot_id"])).fetchone()
+        assert added is not None
+        return int(added[0])
+
+    return book.written(unit)
+
+
+def register(
+    book: Book, host_id: int, *, role: str, label: str = "", command: str = "", incarnation: Incarnation | None = None
+) -> Holder:
+    """Make a process a holder of the book (default: this one); `role` is runtime, command, worker or supervisor."""
+    who = incarnation or kernel.incarnation()
+    holder = Holder(new_id(), host_id)
+    values = (holder.id, host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks)
+    described = (kernel.user_name(), label, command or kernel.command_line(), role)
+    book.written(lambda pg: pg.execute(_ADD_HOLDER, values + described))
+    return holder
+
+
+def beat(book: Book, holder: Holder) -> None:
+    """Show life: the holder's and its host's `seen_at`. Nothing is ever judged by it where the kernel can be asked."""
+
+    def unit(pg: PgConnection[Any]) -> None:
+        pg.execute(_BEAT, (holder.id,))
+        pg.execute(_BEAT_HOST, (holder.host_id,))
+
+    book.written(unit)
+
+
+def leave(book: Book, holder: Holder) -> None:
+    """The process lets go of everything and is a holder no more."""
+    book.written(lambda pg: end_holder(pg, holder.id, reason="left"))

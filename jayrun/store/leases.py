@@ -1,0 +1,84 @@
+"""Releases: the guarded update by which a holder leaves its leases, and the look whether somebody waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+from psycopg import Connection as PgConnection
+
+from jayrun.store.admission import Lease, LeasedShare
+from jayrun.store.transactions import Book
+
+# Who leaves names (lease, epoch); a lease that ended, or that this process does not hold, is passed over. The last
+# holder's leave ends the lease and its shares (triggers). It takes no gate: the next admission folds it.
+_LEAVE = """
+UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = %s
+FROM unnest(%s::uuid[], %s::bigint[]) AS a (lease_id, epoch)
+JOIN jayrun.leases l ON l.id = a.lease_id AND l.epoch = a.epoch
+WHERE h.lease_id = l.id AND h.holder_id = %s AND h.ended_at IS NULL
+RETURNING h.lease_id
+"""
+
+# Asked after the leave was committed, in a new snapshot. Whoever parks looks for unfolded releases after its own
+# commit, so of a release and a park that race at least one sees the other, and that one combines.
+_ANYBODY_WAITS = """
+SELECT EXISTS (SELECT FROM jayrun.executions
+               WHERE state = 'waiting' AND id = unit_id AND host_id = %s AND NOT dormant)
+"""
+
+_ANYTHING_TO_FOLD = """
+SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id
+               WHERE s.ended_at IS NOT NULL AND s.folded_at IS NULL AND d.host_id = %s)
+"""
+
+_LEASES_OF_UNIT = """
+SELECT l.id, l.epoch, l.execution_id, l.position,
+       array_agg(d.host_index ORDER BY d.host_index), array_agg(d.device_uuid ORDER BY d.host_index),
+       array_agg(s.memory_bytes ORDER BY d.host_index)
+FROM jayrun.leases l JOIN jayrun.executions e ON e.id = l.execution_id
+JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id
+WHERE e.unit_id = %s AND l.invocation = e.invocation AND l.ended_at IS NULL
+GROUP BY l.id, e.id ORDER BY e.id = e.unit_id, e.age, l.position
+"""
+
+
+def release(
+    book: Book, host_id: int, holder_id: UUID, leases: Sequence[tuple[UUID, int]], *, reason: str = "released"
+) -> bool:
+    """Let the holder leave `leases` (id, epoch), durably. Returns whether somebody waits on the host: then combine.
+
+    A second release, one after a reclaim, and one with a wrong epoch change nothing. `reason`: "released" or "returned".
+    """
+    ordered = sorted(leases)
+    ids = [lease_id for lease_id, _ in ordered]
+    epochs = [epoch for _, epoch in ordered]
+
+    def unit(pg: PgConnection[Any]) -> bool:
+        with pg.pipeline() as pipeline:
+            pg.execute(_LEAVE, (reason, ids, epochs, holder_id), prepare=True)
+            pipeline.sync()  # commits; the look needs its own snapshot
+            row = pg.execute(_ANYBODY_WAITS, (host_id,), prepare=True).fetchone()
+        return bool(row and row[0])
+
+    return book.written(unit)
+
+
+def anything_to_fold(book: Book, host_id: int) -> bool:
+    """Whether leases ended on the host whose capacity no admission has seen yet."""
+
+    def unit(pg: PgConnection[Any]) -> bool:
+        row = pg.execute(_ANYTHING_TO_FOLD, (host_id,)).fetchone()
+        return bool(row and row[0])
+
+    return book.written(unit)
+
+
+def leases_of_unit(pg: PgConnection[Any], unit_id: UUID) -> list[Lease]:
+    """The live leases that the unit's executions have for their present invocation, in the order of the sequence."""
+    rows = pg.execute(_LEASES_OF_UNIT, (unit_id,)).fetchall()
+    return [
+        Lease(row[0], row[1], row[2], row[3], tuple(LeasedShare(*share) for share in zip(*row[4:], strict=True)))
+        for row in rows
+    ]

@@ -1,0 +1,68 @@
+"""Ending what the dead left behind. Every pass of any process of the host may judge; passes are idempotent."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from psycopg import Connection as PgConnection
+
+from jayrun import kernel, probes
+from jayrun.domain.liveness import Incarnation, Verdict
+from jayrun.store.transactions import Book
+
+# An older boot of this host is over once it has been silent for the TTL; by the database's clock alone.
+_ALIVE = """
+SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks,
+       o.boot_id <> %s AND o.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
+FROM jayrun.holders o, jayrun.settings s WHERE o.host_id = %s AND o.state = 'alive' ORDER BY o.id
+"""
+
+_END_LEASES = """
+UPDATE jayrun.lease_holders SET ended_at = clock_timestamp(), end_reason = 'reclaimed'
+WHERE holder_id = %s AND ended_at IS NULL
+"""
+
+_END_EXECUTIONS = """
+UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), waiting_since = NULL,
+    failure = jsonb_build_object('type', 'ProcessDied', 'message', 'the process of this execution ended without finishing it')
+WHERE holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
+"""
+
+_END_HOLDER = """
+UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_reason = %s
+WHERE id = %s AND state = 'alive'
+  AND NOT EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = holders.id AND ended_at IS NULL)
+"""
+
+
+def sweep(book: Book, host_id: int) -> int:
+    """End the leases, executions and rows of every holder of the host that the kernel says is dead; returns how many.
+
+    The capacity is free once somebody combines (`admission.combine`).
+    """
+
+    def unit(pg: PgConnection[Any]) -> int:
+        rows = pg.execute(_ALIVE, (kernel.boot_id(), host_id)).fetchall()
+        dead = [row[0] for row in rows if row[5] or _is_dead(Incarnation(*row[1:5]))]
+        for holder_id in dead:
+            probes.reach("sweep.dead")
+            end_holder(pg, holder_id, reason="dead")
+        return len(dead)
+
+    return book.written(unit)
+
+
+def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str) -> None:
+    """End everything that hangs on a holder, its row last: leases never outlive their owner's row.
+
+    `reason` is "dead" or "left". Each statement commits by itself; a pass killed in between is finished by the next.
+    """
+    pg.execute(_END_LEASES, (holder_id,))
+    pg.execute(_END_EXECUTIONS, (holder_id,))
+    probes.reach("holder.ending")
+    pg.execute(_END_HOLDER, (reason, holder_id))
+
+
+def _is_dead(incarnation: Incarnation) -> bool:
+    return kernel.verdict(incarnation) is Verdict.DEAD

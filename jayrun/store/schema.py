@@ -1,0 +1,92 @@
+"""The version guard: which schema the book has, which one this jayrun needs, and the way from one to the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, text
+
+from jayrun.errors import SchemaMismatch
+from jayrun.store.engine import connect_engine, reaching
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+REVISION = "0001"
+"""The revision that this code reads and writes; a test holds it equal to the newest file in `migrations`."""
+
+_UPGRADE_LOCK = 0x6A617972756E  # "jayrun"; held by one transaction, so that ten upgrades at once apply one
+
+
+def _configuration(connection: Connection | None = None) -> Config:
+    from alembic.config import Config  # heavy; only those who upgrade or mismatch pay for it
+
+    from jayrun import migrations
+
+    configuration = Config()
+    configuration.set_main_option("script_location", migrations.__path__[0].replace("%", "%%"))
+    configuration.set_main_option("path_separator", "os")
+    configuration.attributes["connection"] = connection
+    return configuration
+
+
+def known_revisions() -> list[str]:
+    """The revisions that this installation can apply, oldest first."""
+    from alembic.script import ScriptDirectory
+
+    scripts = ScriptDirectory.from_config(_configuration()).walk_revisions()
+    return [script.revision for script in scripts][::-1]
+
+
+def current_revision(connection: Connection) -> str | None:
+    """The revision of the book, or None when the database has no book yet."""
+    if connection.scalar(text("SELECT to_regclass('jayrun.schema_revision')")) is None:
+        return None
+    revision: str | None = connection.scalar(text("SELECT version_num FROM jayrun.schema_revision"))
+    return revision
+
+
+def check_revision(connection: Connection) -> None:
+    """Raise `SchemaMismatch`, saying what to run, unless the book has exactly `REVISION`."""
+    found = current_revision(connection)
+    if found == REVISION:
+        return
+    if found is None:
+        raise SchemaMismatch("this database has no jayrun book yet: run `jayrun db upgrade`")
+    if found in known_revisions():
+        raise SchemaMismatch(f"the book has schema {found}, this jayrun needs {REVISION}: run `jayrun db upgrade`")
+    raise SchemaMismatch(
+        f"the book has schema {found}, which is newer than this jayrun ({REVISION}): install the newer jayrun-leases"
+    )
+
+
+def upgrade(url: str) -> tuple[str | None, str]:
+    """Bring the book at `url` to the newest schema and return the revisions (before, after).
+
+    Safe to call from many processes at once: one applies the steps, the others wait and find it done.
+    Raises `BookUnreachable`, or `SchemaMismatch` when the book is newer than this installation.
+    """
+    return _migrate(url, "head")
+
+
+def downgrade(url: str, revision: str) -> tuple[str | None, str]:
+    """Take the book at `url` back to `revision` ("base" removes it). Data of removed tables is lost."""
+    return _migrate(url, revision)
+
+
+def _migrate(url: str, target: str) -> tuple[str | None, str]:
+    from alembic import command
+
+    engine = connect_engine(url, role="schema")
+    try:
+        with reaching(url), engine.execution_options(isolation_level="READ COMMITTED").begin() as connection:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
+            before = current_revision(connection)
+            if before is not None and before not in known_revisions():
+                check_revision(connection)
+            connection.execute(text("CREATE SCHEMA IF NOT EXISTS jayrun"))
+            move = command.downgrade if target == "base" or (before or "") > target else command.upgrade
+            move(_configuration(connection), target)
+            after = current_revision(connection)
+        return before, after or "base"
+    finally:
+        engine.dispose()

@@ -1,0 +1,154 @@
+"""The one door to the database: how each kind of transaction begins, is made durable, and is replayed.
+
+`Book.gated` is for admission: SERIALIZABLE, and the first statement locks `jayrun.gate`, so that admissions queue instead of
+aborting each other. The gate is not held through the flush: the admission commits with `synchronous_commit = off`, and a
+second, empty commit, synchronous, follows before anything is handed out. The log is a prefix, so that flush covers the
+admission too, and a crash before it loses both together.
+
+`Book.written` is for short guarded updates (release, finish, heartbeat): READ COMMITTED, a statement each. `Book.snapshot` is for
+lists: one REPEATABLE READ, READ ONLY picture.
+
+Each kind of failure has one budget, and nothing above this file replays again: a serialization failure or deadlock is
+replayed at once, the whole unit with fresh reads; a lost connection is replayed on a new one until `patience_seconds`
+are over. A unit must therefore be safe to run again after its commit was done but not heard of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import Connection as PgConnection
+from psycopg import Cursor, Pipeline
+from psycopg.errors import DeadlockDetected, SerializationFailure
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from jayrun import probes
+from jayrun.errors import BookBusy
+from jayrun.store.engine import connect_engine, driver_connection, is_lost, unreachable
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 30.0
+"""How long a transaction is replayed over lost connections before the caller is told (seconds of this process)."""
+REPLAYS = 100
+"""How often a refused transaction is replayed; one admission in ten thousand is refused once, so this is never reached."""
+
+# A client that stops inside the gate would stop everyone; the server ends its transaction after this.
+_GATE_IDLE = "SET LOCAL idle_in_transaction_session_timeout = '5s'"
+_BEGIN = "BEGIN ISOLATION LEVEL SERIALIZABLE"
+_LOCK = "LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE"
+_FLUSH = "SELECT pg_logical_emit_message(true, 'jayrun', '')"
+_FLUSH_AND_NOTIFY = "SELECT pg_logical_emit_message(true, 'jayrun', ''), pg_notify('jayrun', %s)"
+
+
+class Gate:
+    """An open admission transaction: statements run on one pipeline, so a unit costs two round trips."""
+
+    __slots__ = ("_pg", "_pipeline", "committed")
+
+    def __init__(self, pg: PgConnection[Any], pipeline: Pipeline) -> None:
+        self._pg = pg
+        self._pipeline = pipeline
+        self.committed = False
+
+    def execute(self, statement: str, parameters: tuple[object, ...] | None = None) -> Cursor[Any]:
+        """Queue a statement; its rows are there when they are fetched."""
+        return self._pg.execute(statement, parameters, prepare=True)  # type: ignore[arg-type]
+
+    def commit(self, *, durable: bool = True, notify: str | None = None) -> None:
+        """Commit, let the gate go, and then make it durable, telling the listeners whom `notify` names."""
+        self.execute("COMMIT")
+        self._pipeline.sync()
+        if notify is not None:
+            self.execute(_FLUSH_AND_NOTIFY, (notify,))
+        elif durable:
+            self.execute(_FLUSH)
+        self._pipeline.sync()
+        self.committed = True
+
+    def rollback(self) -> None:
+        """Let the gate go and change nothing."""
+        self.execute("ROLLBACK")
+        self._pipeline.sync()
+        self.committed = True
+
+
+class Book:
+    """The database of one URL: an engine, and the three ways in. Connects at first use; safe to share among threads."""
+
+    def __init__(self, url: str, *, role: str, instance: str = "", patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self.url = url
+        self.patience_seconds = patience_seconds
+        self._engine = connect_engine(url, role=role, instance=instance)
+
+    def close(self) -> None:
+        """Close the idle connections. The Book opens new ones if it is used again."""
+        self._engine.dispose()
+
+    def forget(self) -> None:
+        """In a forked child: drop the parent's connections without a word to the server."""
+        self._engine.dispose(close=False)
+
+    def gated(self, unit: Callable[[Gate], T]) -> T:
+        """Run `unit` behind the gate; it must end with `commit` or `rollback`. Returns what it returns, once durable.
+
+        Raises `BookUnreachable` when the database stayed away, `BookBusy` when the replays were used up.
+        """
+
+        def attempt() -> T:
+            with driver_connection(self._engine) as pg, pg.pipeline() as pipeline:
+                gate = Gate(pg, pipeline)
+                gate.execute(_BEGIN)
+                gate.execute(_GATE_IDLE)
+                gate.execute(_LOCK)
+                result = unit(gate)
+                if not gate.committed:
+                    raise AssertionError("an admission unit ended without commit or rollback")
+            probes.reach("gate.committed")
+            return result
+
+        return self._replayed(attempt)
+
+    def written(self, unit: Callable[[PgConnection[Any]], T]) -> T:
+        """Run `unit` on a connection in autocommit: each statement is a READ COMMITTED transaction of its own."""
+
+        def attempt() -> T:
+            with driver_connection(self._engine) as pg:
+                return unit(pg)
+
+        return self._replayed(attempt)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A connection that reads one unchanging picture of the book. Raises `BookUnreachable`."""
+        picture = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        with self._replayed(picture.connect) as connection:
+            yield connection
+
+    def _replayed(self, attempt: Callable[[], T]) -> T:
+        refusals = 0
+        pause_seconds = 0.05
+        give_up_at: float | None = None
+        while True:
+            try:
+                return attempt()
+            except (SerializationFailure, DeadlockDetected) as error:
+                refusals += 1
+                if refusals >= REPLAYS:
+                    raise BookBusy(f"a transaction was refused {refusals} times, last with: {error}") from error
+            except (psycopg.Error, DBAPIError, PoolTimeout) as error:
+                if not is_lost(error):
+                    raise
+                now = time.monotonic()
+                give_up_at = give_up_at or now + self.patience_seconds
+                if now + pause_seconds > give_up_at:
+                    raise unreachable(self.url, error) from error
+                self._engine.dispose()  # the pool's other connections are as dead as this one
+                time.sleep(pause_seconds)
+                pause_seconds = min(pause_seconds * 2, 2.0)

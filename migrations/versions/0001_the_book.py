@@ -1,0 +1,532 @@
+"""The book: tables, what the database itself refuses, and the auditor's first views.
+
+Written as plain SQL so that it reads as what it is. PostgreSQL 14 or newer, no contrib. Everything that must hold
+whoever writes (a program of ours, a later version of it, a hand in psql) is a constraint or a trigger here:
+
+- device counters move only with shares, and an increase above the capacity is refused;
+- an exclusive share is alone on its device;
+- a lease ends once, its shares end with it, and a share leaves the counters only after it ended;
+- states move only along the legal moves; events are never changed or deleted.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+TABLES = """
+CREATE SCHEMA IF NOT EXISTS jayrun;
+CREATE SCHEMA jayrun_audit;
+
+CREATE TABLE jayrun.gate ();
+COMMENT ON TABLE jayrun.gate IS 'Empty; locked as the first statement of every admission, so admissions queue instead of aborting';
+
+CREATE TABLE jayrun.settings (
+    only_row            boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+    bypass_limit        integer NOT NULL DEFAULT 16 CHECK (bypass_limit >= 0),
+    grants_per_batch    integer NOT NULL DEFAULT 64 CHECK (grants_per_batch >= 1),
+    tick_seconds        double precision NOT NULL DEFAULT 2 CHECK (tick_seconds > 0),
+    holder_ttl_seconds  double precision NOT NULL DEFAULT 30 CHECK (holder_ttl_seconds > 0),
+    claim_seconds       double precision NOT NULL DEFAULT 10 CHECK (claim_seconds > 0)
+);
+INSERT INTO jayrun.settings DEFAULT VALUES;
+COMMENT ON TABLE jayrun.settings IS 'One row: the settings of the whole book';
+
+CREATE TABLE jayrun.hosts (
+    id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    identity      text NOT NULL UNIQUE CHECK (identity <> ''),
+    name          text NOT NULL,
+    boot_id       text NOT NULL,
+    registered_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at       timestamptz NOT NULL DEFAULT clock_timestamp()
+) WITH (fillfactor = 50);
+
+CREATE TABLE jayrun.devices (
+    id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    host_id         bigint NOT NULL REFERENCES jayrun.hosts,
+    host_index      integer NOT NULL CHECK (host_index >= 0),
+    kind            text NOT NULL CHECK (kind IN ('gpu', 'tpu')),
+    backends        text[] NOT NULL CHECK (
+        cardinality(backends) > 0 AND backends <@ ARRAY['cuda', 'mps', 'opencl', 'rocm', 'xla', 'xpu']),
+    device_uuid     text,
+    name            text NOT NULL DEFAULT '',
+    capacity_bytes  bigint NOT NULL CHECK (capacity_bytes > 0),
+    exclusive_only  boolean NOT NULL DEFAULT false,
+    state           text NOT NULL DEFAULT 'online' CHECK (state IN ('online', 'draining', 'offline')),
+    reserved_bytes  bigint NOT NULL DEFAULT 0 CHECK (reserved_bytes >= 0),
+    share_count     integer NOT NULL DEFAULT 0 CHECK (share_count >= 0),
+    exclusive_count integer NOT NULL DEFAULT 0,
+    declared_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    removed_at      timestamptz,
+    UNIQUE (host_id, kind, host_index),
+    UNIQUE (host_id, device_uuid),
+    CONSTRAINT devices_exclusive_alone CHECK (exclusive_count = 0 OR (exclusive_count = 1 AND share_count = 1)),
+    CONSTRAINT devices_removed_empty CHECK (removed_at IS NULL OR share_count = 0)
+) WITH (fillfactor = 25);
+
+CREATE TABLE jayrun.holders (
+    id             uuid PRIMARY KEY,
+    host_id        bigint NOT NULL REFERENCES jayrun.hosts,
+    boot_id        text NOT NULL,
+    pid_namespace  bigint NOT NULL,
+    pid            integer NOT NULL CHECK (pid > 0),
+    start_ticks    bigint NOT NULL CHECK (start_ticks >= 0),
+    user_name      text NOT NULL,
+    database_user  text NOT NULL DEFAULT session_user,
+    label          text NOT NULL DEFAULT '',
+    command        text NOT NULL DEFAULT '',
+    role           text NOT NULL CHECK (role IN ('runtime', 'command', 'worker', 'supervisor')),
+    state          text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'ended')),
+    registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at       timestamptz,
+    end_reason     text CHECK (end_reason IN ('left', 'dead')),
+    CHECK ((state = 'ended') = (ended_at IS NOT NULL) AND (ended_at IS NULL) = (end_reason IS NULL))
+) WITH (fillfactor = 60);
+CREATE INDEX holders_alive ON jayrun.holders (host_id) WHERE state = 'alive';
+
+CREATE SEQUENCE jayrun.ages;
+CREATE TABLE jayrun.executions (
+    id             uuid PRIMARY KEY,
+    kind           text NOT NULL CHECK (kind IN ('operator', 'resource', 'command')),
+    detached       boolean NOT NULL DEFAULT false,
+    name           text NOT NULL,
+    unit_id        uuid NOT NULL,
+    host_id        bigint REFERENCES jayrun.hosts,
+    holder_id      uuid REFERENCES jayrun.holders,
+    state          text NOT NULL CHECK (state IN (
+        'ready', 'running', 'waiting', 'admitted', 'succeeded', 'failed', 'cancelled')),
+    priority       integer NOT NULL DEFAULT 0,
+    age            bigint NOT NULL DEFAULT nextval('jayrun.ages'),
+    key            text,
+    inputs         jsonb,
+    result         jsonb,
+    result_kind    text,
+    failure        jsonb,
+    attempt        integer NOT NULL DEFAULT 1 CHECK (attempt >= 1),
+    max_attempts   integer NOT NULL DEFAULT 1 CHECK (max_attempts >= 1),
+    retry_on       text[] NOT NULL DEFAULT '{}',
+    invocation     integer NOT NULL DEFAULT 1 CHECK (invocation >= 1),
+    claim          bigint NOT NULL DEFAULT 0,
+    shape          text,
+    bypassed       integer NOT NULL DEFAULT 0 CHECK (bypassed >= 0),
+    dormant        boolean NOT NULL DEFAULT false,
+    submitted_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    waiting_since  timestamptz,
+    admitted_at    timestamptz,
+    ended_at       timestamptz,
+    waited_seconds double precision NOT NULL DEFAULT 0 CHECK (waited_seconds >= 0),
+    CHECK ((state IN ('succeeded', 'failed', 'cancelled')) = (ended_at IS NOT NULL)),
+    CHECK ((state = 'waiting') = (waiting_since IS NOT NULL)),
+    CHECK (state <> 'waiting' OR id <> unit_id OR shape IS NOT NULL),
+    CHECK (detached OR holder_id IS NOT NULL)
+) WITH (fillfactor = 60);
+CREATE UNIQUE INDEX executions_key ON jayrun.executions (key) WHERE key IS NOT NULL;
+CREATE INDEX executions_waiting ON jayrun.executions (host_id, shape, priority DESC, age)
+    WHERE state = 'waiting' AND id = unit_id;
+CREATE INDEX executions_unit ON jayrun.executions (unit_id) WHERE state IN ('waiting', 'admitted');
+CREATE INDEX executions_held ON jayrun.executions (holder_id) WHERE state IN ('running', 'waiting', 'admitted');
+COMMENT ON COLUMN jayrun.executions.unit_id IS
+    'The execution that this one is admitted together with: itself, or the operator run whose resource it sets up';
+COMMENT ON COLUMN jayrun.executions.age IS 'The place in the queue: who asked first has the lower number, for life';
+COMMENT ON COLUMN jayrun.executions.dormant IS
+    'A waiter whose process did not claim a grant in time: no grants, nothing kept for it, until it shows life';
+
+CREATE TABLE jayrun.placement_requests (
+    execution_id       uuid NOT NULL REFERENCES jayrun.executions,
+    position           integer NOT NULL CHECK (position >= 0),
+    device             text NOT NULL CHECK (device IN ('gpu', 'tpu')),
+    backend            text NOT NULL CHECK (backend IN ('cuda', 'mps', 'opencl', 'rocm', 'xla', 'xpu')),
+    is_group           boolean NOT NULL,
+    min_devices        integer NOT NULL CHECK (min_devices >= 1),
+    max_devices        integer NOT NULL,
+    prefer_max_devices boolean NOT NULL,
+    group_bytes        bigint NOT NULL CHECK (group_bytes >= 0),
+    per_device_bytes   bigint NOT NULL CHECK (per_device_bytes >= 0),
+    exclusive          boolean NOT NULL,
+    device_id          integer CHECK (device_id >= 0),
+    PRIMARY KEY (execution_id, position),
+    CHECK (max_devices >= min_devices),
+    CHECK (exclusive OR group_bytes + per_device_bytes > 0)
+);
+COMMENT ON TABLE jayrun.placement_requests IS 'The recorded sequences: what each execution asked for, in order';
+
+CREATE SEQUENCE jayrun.epochs;
+CREATE TABLE jayrun.leases (
+    id           uuid PRIMARY KEY,
+    execution_id uuid NOT NULL,
+    position     integer NOT NULL,
+    invocation   integer NOT NULL,
+    host_id      bigint NOT NULL REFERENCES jayrun.hosts,
+    epoch        bigint NOT NULL DEFAULT nextval('jayrun.epochs'),
+    holder_count integer NOT NULL DEFAULT 0 CHECK (holder_count >= 0),
+    granted_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at     timestamptz,
+    end_reason   text CHECK (end_reason IN ('released', 'reclaimed', 'returned')),
+    CONSTRAINT leases_one_per_request UNIQUE (execution_id, position, invocation),
+    FOREIGN KEY (execution_id, position) REFERENCES jayrun.placement_requests,
+    CHECK ((ended_at IS NULL) = (end_reason IS NULL)),
+    CHECK (ended_at IS NULL OR holder_count = 0)
+) WITH (fillfactor = 50);
+
+CREATE TABLE jayrun.lease_shares (
+    lease_id     uuid NOT NULL REFERENCES jayrun.leases,
+    device_id    bigint NOT NULL REFERENCES jayrun.devices,
+    memory_bytes bigint NOT NULL CHECK (memory_bytes >= 0),
+    exclusive    boolean NOT NULL,
+    ended_at     timestamptz,
+    folded_at    timestamptz,
+    PRIMARY KEY (lease_id, device_id),
+    CHECK (memory_bytes > 0 OR exclusive),
+    CHECK (folded_at IS NULL OR ended_at IS NOT NULL)
+) WITH (fillfactor = 50);
+CREATE INDEX lease_shares_unfolded ON jayrun.lease_shares (device_id) WHERE folded_at IS NULL;
+CREATE INDEX lease_shares_to_fold ON jayrun.lease_shares (device_id) WHERE ended_at IS NOT NULL AND folded_at IS NULL;
+
+CREATE TABLE jayrun.lease_holders (
+    lease_id   uuid NOT NULL REFERENCES jayrun.leases,
+    holder_id  uuid NOT NULL REFERENCES jayrun.holders,
+    since      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at   timestamptz,
+    end_reason text CHECK (end_reason IN ('released', 'reclaimed', 'returned')),
+    PRIMARY KEY (lease_id, holder_id),
+    CHECK ((ended_at IS NULL) = (end_reason IS NULL))
+) WITH (fillfactor = 50);
+CREATE INDEX lease_holders_live ON jayrun.lease_holders (holder_id) WHERE ended_at IS NULL;
+
+CREATE TABLE jayrun.lease_events (
+    id           bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    kind         text NOT NULL CHECK (kind IN (
+        'parked', 'granted', 'joined', 'left', 'released', 'reclaimed', 'returned')),
+    execution_id uuid,
+    lease_id     uuid,
+    holder_id    uuid,
+    epoch        bigint
+);
+CREATE INDEX lease_events_lease ON jayrun.lease_events (lease_id) WHERE lease_id IS NOT NULL;
+"""
+
+# Bodies are quoted with $f$; each function does one thing for all rows of a statement at once.
+TRIGGERS = """
+CREATE FUNCTION jayrun.refuse() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation',
+        MESSAGE = format('jayrun.%s: %s', TG_TABLE_NAME, TG_ARGV[0]), CONSTRAINT = TG_NAME;
+END $f$;
+
+-- Devices: counters move only with shares, never above the capacity.
+CREATE FUNCTION jayrun.shares_to_counters() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    IF TG_OP = 'INSERT' THEN
+        UPDATE jayrun.devices d SET
+            reserved_bytes = d.reserved_bytes + s.memory_bytes,
+            share_count = d.share_count + s.shares,
+            exclusive_count = d.exclusive_count + s.exclusives
+        FROM (SELECT device_id, sum(memory_bytes) AS memory_bytes, count(*) AS shares,
+                     count(*) FILTER (WHERE exclusive) AS exclusives
+              FROM new_shares WHERE folded_at IS NULL GROUP BY device_id) s
+        WHERE d.id = s.device_id;
+    ELSE
+        UPDATE jayrun.devices d SET
+            reserved_bytes = d.reserved_bytes - s.memory_bytes,
+            share_count = d.share_count - s.shares,
+            exclusive_count = d.exclusive_count - s.exclusives
+        FROM (SELECT n.device_id, sum(n.memory_bytes) AS memory_bytes, count(*) AS shares,
+                     count(*) FILTER (WHERE n.exclusive) AS exclusives
+              FROM new_shares n JOIN old_shares o USING (lease_id, device_id)
+              WHERE n.folded_at IS NOT NULL AND o.folded_at IS NULL GROUP BY n.device_id) s
+        WHERE d.id = s.device_id;
+    END IF;
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER shares_added AFTER INSERT ON jayrun.lease_shares
+    REFERENCING NEW TABLE AS new_shares FOR EACH STATEMENT EXECUTE FUNCTION jayrun.shares_to_counters();
+CREATE TRIGGER shares_folded AFTER UPDATE ON jayrun.lease_shares
+    REFERENCING OLD TABLE AS old_shares NEW TABLE AS new_shares
+    FOR EACH STATEMENT EXECUTE FUNCTION jayrun.shares_to_counters();
+
+CREATE TRIGGER devices_capacity BEFORE UPDATE ON jayrun.devices FOR EACH ROW
+    WHEN (NEW.reserved_bytes > OLD.reserved_bytes AND NEW.reserved_bytes > NEW.capacity_bytes)
+    EXECUTE FUNCTION jayrun.refuse('the increase would reserve more than the capacity');
+CREATE TRIGGER devices_counters BEFORE UPDATE ON jayrun.devices FOR EACH ROW
+    WHEN ((NEW.reserved_bytes, NEW.share_count, NEW.exclusive_count)
+          IS DISTINCT FROM (OLD.reserved_bytes, OLD.share_count, OLD.exclusive_count) AND pg_trigger_depth() = 0)
+    EXECUTE FUNCTION jayrun.refuse('counters move only with lease_shares');
+CREATE TRIGGER devices_start_empty BEFORE INSERT ON jayrun.devices FOR EACH ROW
+    WHEN (NEW.reserved_bytes <> 0 OR NEW.share_count <> 0 OR NEW.exclusive_count <> 0)
+    EXECUTE FUNCTION jayrun.refuse('a device starts with nothing reserved');
+
+-- Shares: born live on a live lease, end with their lease, fold after that; nothing else about them changes.
+CREATE FUNCTION jayrun.share_needs_live_lease() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    IF EXISTS (SELECT FROM new_shares n JOIN jayrun.leases l ON l.id = n.lease_id
+               WHERE l.ended_at IS NOT NULL OR n.ended_at IS NOT NULL) THEN
+        RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+            MESSAGE = 'jayrun.lease_shares: a share is added live, to a lease that has not ended';
+    END IF;
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER shares_on_live_lease AFTER INSERT ON jayrun.lease_shares
+    REFERENCING NEW TABLE AS new_shares FOR EACH STATEMENT EXECUTE FUNCTION jayrun.share_needs_live_lease();
+CREATE TRIGGER shares_fixed BEFORE UPDATE ON jayrun.lease_shares FOR EACH ROW
+    WHEN ((NEW.lease_id, NEW.device_id, NEW.memory_bytes, NEW.exclusive)
+          IS DISTINCT FROM (OLD.lease_id, OLD.device_id, OLD.memory_bytes, OLD.exclusive)
+          OR (OLD.ended_at IS NOT NULL AND NEW.ended_at IS DISTINCT FROM OLD.ended_at)
+          OR (OLD.folded_at IS NOT NULL AND NEW.folded_at IS DISTINCT FROM OLD.folded_at))
+    EXECUTE FUNCTION jayrun.refuse('what was granted does not change, and what ended stays ended');
+CREATE TRIGGER shares_end_with_lease BEFORE UPDATE ON jayrun.lease_shares FOR EACH ROW
+    WHEN (OLD.ended_at IS NULL AND NEW.ended_at IS NOT NULL AND pg_trigger_depth() = 0)
+    EXECUTE FUNCTION jayrun.refuse('a share ends with its lease');
+CREATE TRIGGER shares_kept BEFORE DELETE ON jayrun.lease_shares FOR EACH ROW
+    EXECUTE FUNCTION jayrun.refuse('shares are history and are not deleted');
+
+-- Holders of a lease: the last one out ends it. The counter makes two that leave at once meet on the lease's row.
+CREATE FUNCTION jayrun.holders_to_leases() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    IF TG_OP = 'INSERT' THEN
+        UPDATE jayrun.leases l SET holder_count = l.holder_count + n.comers
+        FROM (SELECT lease_id, count(*) AS comers FROM new_holders GROUP BY lease_id) n
+        WHERE l.id = n.lease_id AND l.ended_at IS NULL;
+        IF EXISTS (SELECT FROM new_holders n JOIN jayrun.leases l ON l.id = n.lease_id WHERE l.ended_at IS NOT NULL) THEN
+            RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+                MESSAGE = 'jayrun.lease_holders: the lease has ended';
+        END IF;
+    ELSE
+        PERFORM FROM jayrun.leases WHERE id IN (SELECT lease_id FROM new_holders) ORDER BY id FOR UPDATE;
+        UPDATE jayrun.leases l SET
+            holder_count = l.holder_count - n.leavers,
+            ended_at = CASE WHEN l.holder_count = n.leavers THEN n.ended_at END,
+            end_reason = CASE WHEN l.holder_count = n.leavers THEN n.end_reason END
+        FROM (SELECT n.lease_id, count(*) AS leavers, max(n.ended_at) AS ended_at, max(n.end_reason) AS end_reason
+              FROM new_holders n JOIN old_holders o USING (lease_id, holder_id)
+              WHERE n.ended_at IS NOT NULL AND o.ended_at IS NULL GROUP BY n.lease_id) n
+        WHERE l.id = n.lease_id;
+    END IF;
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER holders_joined AFTER INSERT ON jayrun.lease_holders
+    REFERENCING NEW TABLE AS new_holders FOR EACH STATEMENT EXECUTE FUNCTION jayrun.holders_to_leases();
+CREATE TRIGGER holders_left AFTER UPDATE ON jayrun.lease_holders
+    REFERENCING OLD TABLE AS old_holders NEW TABLE AS new_holders
+    FOR EACH STATEMENT EXECUTE FUNCTION jayrun.holders_to_leases();
+CREATE TRIGGER lease_holders_fixed BEFORE UPDATE ON jayrun.lease_holders FOR EACH ROW
+    WHEN (OLD.ended_at IS NOT NULL OR (NEW.lease_id, NEW.holder_id) IS DISTINCT FROM (OLD.lease_id, OLD.holder_id))
+    EXECUTE FUNCTION jayrun.refuse('a holder leaves a lease once');
+CREATE TRIGGER lease_holders_kept BEFORE DELETE ON jayrun.lease_holders FOR EACH ROW
+    EXECUTE FUNCTION jayrun.refuse('holders of leases are history and are not deleted');
+
+-- Leases: end once, with their shares, and leave a line in the log.
+CREATE FUNCTION jayrun.lease_granted() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, epoch)
+    SELECT 'granted', execution_id, id, epoch FROM new_leases ORDER BY epoch;
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER leases_granted AFTER INSERT ON jayrun.leases
+    REFERENCING NEW TABLE AS new_leases FOR EACH STATEMENT EXECUTE FUNCTION jayrun.lease_granted();
+CREATE FUNCTION jayrun.lease_ended() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    UPDATE jayrun.lease_shares SET ended_at = NEW.ended_at WHERE lease_id = NEW.id;
+    INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, epoch)
+    VALUES (NEW.end_reason, NEW.execution_id, NEW.id, NEW.epoch);
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER leases_ended AFTER UPDATE ON jayrun.leases FOR EACH ROW
+    WHEN (OLD.ended_at IS NULL AND NEW.ended_at IS NOT NULL) EXECUTE FUNCTION jayrun.lease_ended();
+CREATE TRIGGER leases_fixed BEFORE UPDATE ON jayrun.leases FOR EACH ROW
+    WHEN (OLD.ended_at IS NOT NULL
+          OR (NEW.id, NEW.execution_id, NEW.position, NEW.invocation, NEW.host_id, NEW.epoch, NEW.granted_at)
+          IS DISTINCT FROM (OLD.id, OLD.execution_id, OLD.position, OLD.invocation, OLD.host_id, OLD.epoch, OLD.granted_at))
+    EXECUTE FUNCTION jayrun.refuse('a lease ends once, and nothing else about it changes');
+CREATE TRIGGER leases_end_with_last_holder BEFORE UPDATE ON jayrun.leases FOR EACH ROW
+    WHEN ((NEW.holder_count, NEW.ended_at) IS DISTINCT FROM (OLD.holder_count, OLD.ended_at) AND pg_trigger_depth() = 0)
+    EXECUTE FUNCTION jayrun.refuse('a lease ends when its last holder leaves it (lease_holders)');
+CREATE TRIGGER leases_start_live BEFORE INSERT ON jayrun.leases FOR EACH ROW
+    WHEN (NEW.ended_at IS NOT NULL OR NEW.holder_count <> 0)
+    EXECUTE FUNCTION jayrun.refuse('a lease starts live, without holders');
+CREATE TRIGGER leases_kept BEFORE DELETE ON jayrun.leases FOR EACH ROW
+    EXECUTE FUNCTION jayrun.refuse('leases are history and are not deleted');
+
+-- States move along the legal moves only.
+CREATE TRIGGER executions_moves BEFORE UPDATE OF state ON jayrun.executions FOR EACH ROW
+    WHEN (NEW.state <> OLD.state AND (OLD.state || '>' || NEW.state) NOT IN (
+        'ready>running', 'ready>waiting', 'ready>failed', 'ready>cancelled',
+        'running>waiting', 'running>ready', 'running>succeeded', 'running>failed', 'running>cancelled',
+        'waiting>admitted', 'waiting>ready', 'waiting>failed', 'waiting>cancelled',
+        'admitted>running', 'admitted>waiting', 'admitted>ready', 'admitted>failed', 'admitted>cancelled',
+        'failed>ready', 'cancelled>ready'))
+    EXECUTE FUNCTION jayrun.refuse('illegal change of state');
+CREATE FUNCTION jayrun.execution_parked() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    INSERT INTO jayrun.lease_events (kind, execution_id, holder_id) VALUES ('parked', NEW.id, NEW.holder_id);
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER executions_asked AFTER INSERT ON jayrun.executions FOR EACH ROW
+    WHEN (NEW.state = 'waiting') EXECUTE FUNCTION jayrun.execution_parked();
+CREATE TRIGGER executions_parked AFTER UPDATE OF state ON jayrun.executions FOR EACH ROW
+    WHEN (NEW.state = 'waiting' AND OLD.state <> 'waiting') EXECUTE FUNCTION jayrun.execution_parked();
+CREATE TRIGGER holders_moves BEFORE UPDATE ON jayrun.holders FOR EACH ROW
+    WHEN (OLD.state = 'ended') EXECUTE FUNCTION jayrun.refuse('a holder ends once');
+CREATE FUNCTION jayrun.holder_ended() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN
+    IF EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = NEW.id AND ended_at IS NULL) THEN
+        RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+            MESSAGE = format('jayrun.holders: holder %s still holds leases', NEW.id);
+    END IF;
+    RETURN NULL;
+END $f$;
+CREATE TRIGGER holders_end_without_leases AFTER UPDATE ON jayrun.holders FOR EACH ROW
+    WHEN (NEW.state = 'ended' AND OLD.state <> 'ended') EXECUTE FUNCTION jayrun.holder_ended();
+CREATE TRIGGER holders_kept BEFORE DELETE ON jayrun.holders FOR EACH ROW
+    WHEN (OLD.state = 'alive') EXECUTE FUNCTION jayrun.refuse('a live holder is not deleted');
+
+-- Requests and events are written once.
+CREATE TRIGGER requests_fixed BEFORE UPDATE OR DELETE ON jayrun.placement_requests FOR EACH ROW
+    EXECUTE FUNCTION jayrun.refuse('a recorded sequence does not change');
+CREATE TRIGGER events_fixed BEFORE UPDATE OR DELETE ON jayrun.lease_events FOR EACH ROW
+    EXECUTE FUNCTION jayrun.refuse('events are append-only');
+CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR EACH STATEMENT
+    EXECUTE FUNCTION jayrun.refuse('events are append-only');
+"""
+
+VIEWS = """
+CREATE VIEW jayrun_audit.capacity AS
+SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, d.state,
+       d.exclusive_only, d.capacity_bytes, d.reserved_bytes,
+       CASE WHEN d.exclusive_count > 0 OR d.state <> 'online' THEN 0
+            ELSE greatest(d.capacity_bytes - d.reserved_bytes, 0) END AS free_bytes,
+       d.share_count AS leases, d.exclusive_count > 0 AS exclusively_leased, d.host_id, d.id AS device_key
+FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
+WHERE d.removed_at IS NULL;
+COMMENT ON VIEW jayrun_audit.capacity IS
+    'Every declared device: its capacity, what is reserved, and what could be granted now. Ended leases count as reserved until the next admission folds them';
+
+CREATE VIEW jayrun_audit.leases AS
+SELECT l.id, l.epoch, h.name AS host, s.device_ids, s.memory_bytes, s.exclusive, e.name AS execution, e.kind,
+       e.id AS execution_id, p.pid, p.user_name AS "user", p.label, p.command, l.granted_at, p.seen_at,
+       clock_timestamp() - l.granted_at AS age, p.holders, l.host_id
+FROM jayrun.leases l
+JOIN jayrun.hosts h ON h.id = l.host_id
+JOIN jayrun.executions e ON e.id = l.execution_id
+CROSS JOIN LATERAL (
+    SELECT array_agg(d.host_index ORDER BY d.host_index) AS device_ids, sum(s.memory_bytes)::bigint AS memory_bytes,
+           bool_or(s.exclusive) AS exclusive
+    FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id WHERE s.lease_id = l.id) s
+LEFT JOIN LATERAL (
+    SELECT (array_agg(o.pid ORDER BY x.since))[1] AS pid, (array_agg(o.user_name ORDER BY x.since))[1] AS user_name,
+           (array_agg(o.label ORDER BY x.since))[1] AS label, (array_agg(o.command ORDER BY x.since))[1] AS command,
+           max(o.seen_at) AS seen_at, count(*)::integer AS holders
+    FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id
+    WHERE x.lease_id = l.id AND x.ended_at IS NULL) p ON true
+WHERE l.id IN (SELECT lease_id FROM jayrun.lease_shares WHERE folded_at IS NULL AND ended_at IS NULL);
+COMMENT ON VIEW jayrun_audit.leases IS
+    'Every live lease: devices, bytes, the first of its holders (pid, user, label), and since when';
+
+CREATE VIEW jayrun_audit.queue AS
+SELECT row_number() OVER (PARTITION BY w.host_id ORDER BY w.priority DESC, w.age) AS position,
+       w.id AS execution_id, w.name AS execution, w.kind, h.name AS host, w.priority, r.asks,
+       CASE WHEN w.dormant THEN 'its process does not answer'
+            ELSE coalesce(f.devices, 'no such device is declared') END AS reason,
+       w.bypassed, w.dormant, o.pid, o.user_name AS "user", o.label, w.waiting_since,
+       clock_timestamp() - w.waiting_since AS waiting, w.host_id
+FROM jayrun.executions w
+LEFT JOIN jayrun.hosts h ON h.id = w.host_id
+LEFT JOIN jayrun.holders o ON o.id = w.holder_id
+CROSS JOIN LATERAL (
+    SELECT string_agg(
+               CASE WHEN q.is_group THEN
+                   q.min_devices || CASE WHEN q.max_devices > q.min_devices THEN '-' || q.max_devices ELSE '' END
+                   || ' x ' || q.backend ELSE q.backend END
+               || CASE WHEN q.device_id IS NOT NULL THEN ':' || q.device_id ELSE '' END
+               || CASE WHEN q.per_device_bytes > 0 THEN
+                   ' ' || trim_scale(round(q.per_device_bytes / 1e9, 3)) || ' GB'
+                   || CASE WHEN q.is_group THEN ' each' ELSE '' END ELSE '' END
+               || CASE WHEN q.group_bytes > 0 THEN
+                   ' ' || trim_scale(round(q.group_bytes / 1e9, 3)) || ' GB in all' ELSE '' END
+               || CASE WHEN q.exclusive THEN ' exclusive' ELSE '' END, ' + ' ORDER BY m.age, q.position) AS asks,
+           array_agg(DISTINCT q.device || '/' || q.backend) AS wanted
+    FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
+    WHERE m.unit_id = w.id AND m.state = 'waiting') r
+LEFT JOIN LATERAL (
+    SELECT string_agg(d.kind || ' ' || d.host_index || ': '
+               || CASE WHEN d.state <> 'online' THEN d.state
+                       WHEN d.exclusive_count > 0 THEN 'exclusively leased'
+                       ELSE trim_scale(round((d.capacity_bytes - d.reserved_bytes) / 1e9, 3)) || ' of '
+                            || trim_scale(round(d.capacity_bytes / 1e9, 3)) || ' GB free, '
+                            || d.share_count || ' lease(s)' END, '; ' ORDER BY d.host_index) AS devices
+    FROM jayrun.devices d
+    WHERE d.host_id = w.host_id AND d.removed_at IS NULL
+      AND EXISTS (SELECT FROM unnest(d.backends) b WHERE d.kind || '/' || b = ANY (r.wanted))) f ON true
+WHERE w.state = 'waiting' AND w.id = w.unit_id;
+COMMENT ON VIEW jayrun_audit.queue IS
+    'Who waits, in the order of admission per host, for what, and the state of the devices that could serve it';
+
+CREATE VIEW jayrun_audit.violations AS
+SELECT 'device counters differ from its shares' AS rule, d.id::text AS subject,
+       format('reserved %s shares %s exclusive %s, but the shares say %s, %s, %s', d.reserved_bytes, d.share_count,
+              d.exclusive_count, s.reserved, s.shares, s.exclusives) AS detail
+FROM jayrun.devices d
+CROSS JOIN LATERAL (
+    SELECT coalesce(sum(memory_bytes), 0) AS reserved, count(*) AS shares, count(*) FILTER (WHERE exclusive) AS exclusives
+    FROM jayrun.lease_shares WHERE device_id = d.id AND folded_at IS NULL) s
+WHERE (d.reserved_bytes, d.share_count, d.exclusive_count) <> (s.reserved, s.shares, s.exclusives)
+UNION ALL
+SELECT 'exclusive share beside another', s.device_id::text, format('%s shares', count(*))
+FROM jayrun.lease_shares s WHERE s.ended_at IS NULL
+GROUP BY s.device_id HAVING bool_or(s.exclusive) AND count(*) > 1
+UNION ALL
+SELECT 'shared lease on a device that is exclusive only', s.lease_id::text, format('device %s', s.device_id)
+FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id
+WHERE s.folded_at IS NULL AND d.exclusive_only AND NOT s.exclusive AND d.share_count > 1
+UNION ALL
+SELECT 'live share of an ended lease', s.lease_id::text, format('device %s', s.device_id)
+FROM jayrun.lease_shares s JOIN jayrun.leases l ON l.id = s.lease_id
+WHERE s.folded_at IS NULL AND s.ended_at IS NULL AND l.ended_at IS NOT NULL
+UNION ALL
+SELECT 'live lease that nobody holds', l.id::text, format('execution %s', l.execution_id)
+FROM jayrun.lease_shares s JOIN jayrun.leases l ON l.id = s.lease_id
+WHERE s.folded_at IS NULL AND l.ended_at IS NULL AND NOT EXISTS (
+    SELECT FROM jayrun.lease_holders x WHERE x.lease_id = l.id AND x.ended_at IS NULL)
+UNION ALL
+SELECT 'lease held by a holder that has ended', x.lease_id::text, format('holder %s', x.holder_id)
+FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id
+WHERE x.ended_at IS NULL AND o.state = 'ended'
+UNION ALL
+SELECT 'lease on devices of another host', s.lease_id::text, format('device %s', s.device_id)
+FROM jayrun.lease_shares s JOIN jayrun.leases l ON l.id = s.lease_id JOIN jayrun.devices d ON d.id = s.device_id
+WHERE s.folded_at IS NULL AND d.host_id <> l.host_id
+UNION ALL
+SELECT 'group lease with a wrong number of devices', l.id::text, format('%s devices', count(*))
+FROM jayrun.lease_shares s JOIN jayrun.leases l ON l.id = s.lease_id
+JOIN jayrun.placement_requests q ON q.execution_id = l.execution_id AND q.position = l.position
+WHERE l.id IN (SELECT lease_id FROM jayrun.lease_shares WHERE folded_at IS NULL)
+GROUP BY l.id, q.min_devices, q.max_devices HAVING count(*) NOT BETWEEN q.min_devices AND q.max_devices;
+COMMENT ON VIEW jayrun_audit.violations IS 'Rules that the book promises and that are broken now; always empty';
+"""
+
+
+def upgrade() -> None:
+    connection = op.get_bind().execution_options(no_parameters=True)  # so that % stays % and scripts may be many statements
+    for script in (TABLES, TRIGGERS, VIEWS):
+        connection.exec_driver_sql(script)
+
+
+def downgrade() -> None:
+    op.execute(
+        """
+        DROP SCHEMA jayrun_audit CASCADE;
+        DO $$ DECLARE t text; BEGIN
+            FOR t IN SELECT format('DROP TABLE jayrun.%I CASCADE', tablename) FROM pg_tables
+                     WHERE schemaname = 'jayrun' AND tablename <> 'schema_revision' LOOP EXECUTE t; END LOOP;
+            FOR t IN SELECT format('DROP FUNCTION %s CASCADE', oid::regprocedure) FROM pg_proc
+                     WHERE pronamespace = 'jayrun'::regnamespace LOOP EXECUTE t; END LOOP;
+            FOR t IN SELECT format('DROP SEQUENCE jayrun.%I CASCADE', sequencename) FROM pg_sequences
+                     WHERE schemaname = 'jayrun' LOOP EXECUTE t; END LOOP;
+        END $$;
+        """
+    )
