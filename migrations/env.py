@@ -6,7 +6,9 @@ from alembic import context
 
 connection = context.config.attributes.get("connection")
 if connection is None:
-    raise RuntimeError("migrations run through `jayrun db upgrade` (jayrun.store.schema.upgrade), which hands over a connection")
+    raise RuntimeError(
+        "migrations run through `jayrun db upgrade` (jayrun.store.schema.upgrade), which hands over a connection"
+    )
 
 context.configure(
     connection=connection,

@@ -108,6 +108,10 @@ class BookedDevice:
         """The same device without any lease."""
         return self._carrying(0, 0, False)
 
+    def as_declared(self) -> BookedDevice:
+        """The same device without any lease and online, as it could be one day."""
+        return self._carrying(0, 0, False, DeviceState.ONLINE)
+
     def with_share(self, share: Share) -> BookedDevice:
         """The same device with `share` booked in addition, whether or not it fits."""
         return self._carrying(
@@ -123,7 +127,9 @@ class BookedDevice:
             self.exclusive and not any(share.exclusive for share in mine),
         )
 
-    def _carrying(self, reserved_bytes: int, share_count: int, exclusive: bool) -> BookedDevice:
+    def _carrying(
+        self, reserved_bytes: int, share_count: int, exclusive: bool, state: DeviceState | None = None
+    ) -> BookedDevice:
         # Written out, for it runs in the innermost loops, where `dataclasses.replace` takes three times as long.
         return BookedDevice(
             id=self.id,
@@ -136,7 +142,7 @@ class BookedDevice:
             share_count=share_count,
             exclusive=exclusive,
             exclusive_only=self.exclusive_only,
-            state=self.state,
+            state=state or self.state,
         )
 
 

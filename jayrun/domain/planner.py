@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jayrun.domain.devices import BookedDevice, DeviceState, Share
+from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_open
 from jayrun.domain.reasons import why_impossible
 from jayrun.domain.requests import Request
@@ -54,7 +54,7 @@ def judge(
     if placed is not None:
         return Granted(placed)
     whole = recorded or requests
-    declared = [replace(device.emptied(), state=DeviceState.ONLINE) for device in devices]
+    declared = [device.as_declared() for device in devices]
     placed, complete = _plan(whole, declared)
     # A search that was given up proves nothing.
     if placed is not None or not complete:

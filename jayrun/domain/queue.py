@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import assert_never
 from uuid import UUID
 
-from jayrun.domain.devices import BookedDevice
+from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.ending import Endable as Endable
 from jayrun.domain.ending import fewest_to_end as fewest_to_end
-from jayrun.domain.planner import Plan
+from jayrun.domain.fit import is_candidate
+from jayrun.domain.keeping import Target, find_target
+from jayrun.domain.planner import Granted, Impossible, Plan, Unavailable, judge
 from jayrun.domain.requests import Request
+from jayrun.domain.search import book
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,5 +71,152 @@ def admit(
     bypass_limit: int,
     batch: int,
 ) -> Admission:
-    """Decide (to be written)."""
-    raise NotImplementedError
+    """One pass over the queue: who is granted what now, who was bypassed, and who waits in vain.
+
+    Higher priority first, then who asked first. `fleet` shows the devices of each host by the host's key; a host that
+    it lacks is not judged. `batch` bounds the grants of the pass, not the waiters examined. A waiter that was bypassed
+    `bypass_limit` times, those of this pass included, has one target set of devices kept for it from then on.
+    """
+    line = sorted(waiters, key=lambda waiter: (-waiter.priority, waiter.age))
+    return _Pass(line, fleet, bypass_limit).run(batch)
+
+
+@dataclass(slots=True)
+class _Standing:
+    """The waiters of one shape that could not be served in this pass.
+
+    `candidates` are the keys of the devices they could use, busy or not. `passes` counts how often they were bypassed
+    in this pass. `due` is a heap with an entry for each that nothing is kept for yet: the number of `passes` at which
+    it has had enough, and its place in the line.
+    """
+
+    candidates: frozenset[int]
+    passes: int = 0
+    due: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Pass:
+    """The state of one pass. Room only gets less in it, so what failed once is not tried again."""
+
+    def __init__(self, line: Sequence[Waiter], fleet: Mapping[int, Sequence[BookedDevice]], bypass_limit: int) -> None:
+        self._line = line
+        self._bypass_limit = bypass_limit
+        # Everything booked: leases, the grants of this pass, and the room kept; and nothing but the room kept.
+        self._now: dict[int, Sequence[BookedDevice]] = dict(fleet)
+        self._kept: dict[int, Sequence[BookedDevice]] = {}
+        # Why (or None: not now) a shape was refused. Equal shapes may differ in the sequence they are judged by.
+        self._refused: dict[tuple[str, tuple[Request, ...] | None], str | None] = {}
+        self._standing: dict[str, _Standing] = {}
+        self._owed: list[int] = []
+        self._hopeless: set[str] = set()
+
+    def run(self, batch: int) -> Admission:
+        grants: list[Grant] = []
+        bypasses: list[Bypass] = []
+        impossible: dict[UUID, str] = {}
+        for place, waiter in enumerate(self._line):
+            if len(grants) >= batch:
+                break
+            # Not before somebody else asks: for the last in line nothing needs to be kept.
+            self._keep_what_is_owed()
+            match self._decide(waiter):
+                case Grant() as grant:
+                    grants.append(grant)
+                    bypasses += self._book(grant, waiter)
+                case str() as reason:
+                    impossible[waiter.id] = reason
+                case None:
+                    self._stand(place, waiter)
+        return Admission(tuple(grants), tuple(bypasses), impossible)
+
+    def _decide(self, waiter: Waiter) -> Grant | str | None:
+        """The grant, the reason why there can never be one, or None when there is none now."""
+        key = (waiter.shape, waiter.recorded)
+        if key in self._refused:
+            return self._refused[key]
+        reasons = []
+        for host_id in waiter.hosts:
+            if host_id not in self._now:
+                continue
+            verdict = judge(waiter.requests, self._now[host_id], waiter.recorded)
+            match verdict:
+                case Granted(plan):
+                    return Grant(waiter.id, host_id, plan)
+                case Impossible(reason):
+                    reasons.append(reason)
+                case Unavailable():
+                    pass
+                case _:
+                    assert_never(verdict)
+        # Only what no candidate host could ever give is impossible.
+        everywhere = bool(reasons) and len(reasons) == len(waiter.hosts)
+        self._refused[key] = "\n".join(dict.fromkeys(reasons)) if everywhere else None
+        return self._refused[key]
+
+    def _book(self, grant: Grant, waiter: Waiter) -> list[Bypass]:
+        """Book the grant, and tell whom it bypassed: each once, on however many of its devices."""
+        self._now[grant.host_id] = book(self._now[grant.host_id], _shares(grant.plan))
+        taken = {share.device_id for share in _shares(grant.plan)}
+        bypasses = []
+        for shape, standing in self._standing.items():
+            if not standing.candidates.isdisjoint(taken):
+                bypasses.append(Bypass(shape, waiter.priority, waiter.age))
+                standing.passes += 1
+                self._call(standing)
+        return bypasses
+
+    def _stand(self, place: int, waiter: Waiter) -> None:
+        """Let the waiter wait, and count from now on who goes past it."""
+        standing = self._standing.get(waiter.shape)
+        if standing is None:
+            standing = self._standing[waiter.shape] = _Standing(self._candidates(waiter))
+        heappush(standing.due, (standing.passes + self._bypass_limit - waiter.bypassed, place))
+        self._call(standing)
+
+    def _call(self, standing: _Standing) -> None:
+        """Note for whom of them something has to be kept now."""
+        while standing.due and standing.due[0][0] <= standing.passes:
+            self._owed.append(heappop(standing.due)[1])
+
+    def _keep_what_is_owed(self) -> None:
+        """Keep one target set of devices for each who has been bypassed often enough, the first in line first.
+
+        It is booked like a lease, so that later ones get only what fits beside it, though the device may be full now.
+        """
+        for place in sorted(self._owed):
+            waiter = self._line[place]
+            # The room kept only grows, so where there was no more for one there is none for its equals.
+            if waiter.shape in self._hopeless:
+                continue
+            best: tuple[int, Target] | None = None
+            for host_id in waiter.hosts:
+                target = self._target(waiter, host_id)
+                if target is not None and (best is None or target.to_free < best[1].to_free):
+                    best = (host_id, target)
+            if best is None:
+                self._hopeless.add(waiter.shape)
+                continue
+            host_id, target = best
+            shares = _shares(target.plan)
+            self._now[host_id] = book(self._now[host_id], shares)
+            self._kept[host_id] = book(self._kept[host_id], shares)
+        self._owed.clear()
+
+    def _target(self, waiter: Waiter, host_id: int) -> Target | None:
+        if host_id not in self._now:
+            return None
+        if host_id not in self._kept:
+            self._kept[host_id] = tuple(device.emptied() for device in self._now[host_id])
+        return find_target(waiter.requests, self._now[host_id], self._kept[host_id])
+
+    def _candidates(self, waiter: Waiter) -> frozenset[int]:
+        return frozenset(
+            device.id
+            for host_id in waiter.hosts
+            for device in self._now.get(host_id, ())
+            if any(is_candidate(request, device) for request in waiter.requests)
+        )
+
+
+def _shares(plan: Plan) -> list[Share]:
+    return [share for shares in plan for share in shares]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jayrun.embedded.books import Book, locate
-from jayrun.embedded.server import Status, down, ensure, status, up
+from jayrun.embedded.server import Status, down, ensure, may_manage, status, up
 from jayrun.embedded.throwaway import Throwaway, start_throwaway
 
-__all__ = ["Book", "Status", "Throwaway", "down", "ensure", "locate", "start_throwaway", "status", "up"]
+__all__ = ["Book", "Status", "Throwaway", "down", "ensure", "locate", "may_manage", "start_throwaway", "status", "up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import subprocess
@@ -39,30 +40,28 @@ class Account:
 
     def make_folder(self, path: Path, *, mode: int) -> None:
         """Make the folder `path` (it may exist) and give it to this account; `ServerError` if it is somebody else's."""
-        path.mkdir(parents=True, exist_ok=True)
-        self._take(path, flags=os.O_RDONLY | os.O_DIRECTORY, mode=mode, close=True)
+        with contextlib.suppress(FileExistsError):  # what is there is judged by its handle
+            path.mkdir(parents=True)
+        os.close(self._take(path, flags=os.O_RDONLY | os.O_DIRECTORY, mode=mode))
 
     def make_file(self, path: Path, *, mode: int) -> int:
-        """Make the file `path`, emptied if it exists, and give it to this account; a handle to write to it."""
-        return self._take(path, flags=os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode=mode, close=False)
+        """Like `make_folder` for a file; returns a handle to append to it."""
+        return self._take(path, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=mode)
 
-    def _take(self, path: Path, *, flags: int, mode: int, close: bool) -> int:
+    def _take(self, path: Path, *, flags: int, mode: int) -> int:
         # By handle and without following links: in a folder of somebody else, root must not be led to another file.
         try:
             handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         except OSError as error:
-            raise ServerError(f"cannot make {path} for {self.name}: {error.strerror}; see what is there") from error
-        try:
-            if os.fstat(handle).st_uid not in (0, os.geteuid(), self.uid):
-                raise ServerError(f"{path} belongs to somebody else than {self.name}: remove it")
+            raise ServerError(f"cannot open {path} for {self.name}: {error.strerror}; see what is there") from error
+        with contextlib.ExitStack() as unless_it_fails:
+            unless_it_fails.callback(os.close, handle)
+            if os.fstat(handle).st_uid not in (os.geteuid(), self.uid):
+                raise ServerError(f"{path} belongs neither to you nor to {self.name}: remove it")
             if os.geteuid() == 0:
                 os.fchown(handle, self.uid, self.gid)
             os.fchmod(handle, mode)
-        except BaseException:
-            os.close(handle)
-            raise
-        if close:
-            os.close(handle)
+            unless_it_fails.pop_all()
         return handle
 
     def spawn(

@@ -22,17 +22,21 @@ POLL_SECONDS = 0.01
 def try_lock(path: Path) -> int | None:
     """A handle holding the lock on the file `path` (made if missing), or None when somebody else holds it.
 
-    The lock lasts until the handle and every copy that a child inherited are closed.
+    The lock lasts until the handle and every copy that a child inherited are closed. Raises `ServerError` where the
+    file cannot be opened or its file system has no locks.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ServerError(f"cannot open {path}: {error.strerror}; see who owns the folder") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         return None
-    except BaseException:
+    except OSError as error:
         os.close(handle)
-        raise
+        raise ServerError(f"cannot lock {path}: {error.strerror}; choose a folder on another file system") from error
     return handle
 
 
@@ -75,7 +79,7 @@ def claim(place: Place, account: Account, *, wait_seconds: float) -> int | None:
         if postmaster is None:
             kill(others)
         if time.monotonic() > deadline:
-            who = f"process {postmaster}" if postmaster else "a process that is not PostgreSQL"
+            who = f"process {postmaster}" if postmaster else "a process that is not PostgreSQL, or not visible here,"
             raise ServerError(
                 f"the server in {place.root} is alive ({who} holds {place.alive_lock}) but has not answered for "
                 f"{wait_seconds:.0f} s: see {place.logs}; `jayrun db down` ends it"

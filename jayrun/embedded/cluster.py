@@ -42,8 +42,7 @@ def create_cluster(
     """
     unfinished = place.data.with_name("data.new")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(mode=0o700)
-    account.own(unfinished, mode=0o700)
+    account.make_folder(unfinished, mode=0o700)
     keep = () if lock_handle is None else (lock_handle,)
 
     initdb: list[str | Path] = [programs.bindir / "initdb", "-D", unfinished, "-U", OWNER_ROLE, "-E", "UTF8"]

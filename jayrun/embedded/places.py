@@ -11,6 +11,8 @@ from urllib.parse import quote
 
 from psycopg.pq import PGconn, Ping
 
+from jayrun.errors import ServerError
+
 Kind = Literal["home", "host", "private"]
 
 DATABASE = "jayrun"
@@ -53,7 +55,7 @@ class Place:
     @property
     def start_log(self) -> Path:
         """What the last start printed before the server's own log took over."""
-        return self.logs / "start.log"
+        return self.root / "start.log"
 
     @property
     def start_lock(self) -> Path:
@@ -81,7 +83,7 @@ class Place:
             return OWNER_ROLE
         try:
             owner = self.data.stat().st_uid
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return OWNER_ROLE  # whoever makes it will own it
         except PermissionError:
             return WORKER_ROLE
@@ -95,8 +97,16 @@ class Place:
         )
 
     def ping(self) -> Ping:
-        """Whether the server answers; takes milliseconds, at most `PING_TIMEOUT_SECONDS`."""
-        return ping(self.url())
+        """Whether the server answers; takes milliseconds, at most `PING_TIMEOUT_SECONDS`.
+
+        Raises `ServerError` when libpq does not even try.
+        """
+        answer = ping(f"{self.url()}&hostaddr=")  # empty, or else a caller's PGHOSTADDR would lead elsewhere
+        if answer is Ping.NO_ATTEMPT:
+            raise ServerError(
+                f"libpq refuses to connect to {self.sockets}: unset PGSERVICE and the other PG* variables"
+            )
+        return answer
 
 
 def ping(url: str) -> Ping:

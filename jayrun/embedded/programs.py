@@ -97,7 +97,7 @@ def _version(account: Account, bindir: Path) -> str | None:
     """What `initdb --version` says to `account`; initdb rather than postgres, as it also needs the libraries."""
     try:
         status, printed = account.run([bindir / "initdb", "--version"])
-    except PermissionError:
+    except OSError:  # out of this account's reach, or made for another machine
         return None
     found = re.search(r"\) (\d\S*)", printed)
     return found.group(1) if status == 0 and found else None
@@ -114,15 +114,10 @@ def _copy(bindir: Path, target: Path) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         for part in ("bin", "lib", "share"):
             if (tree / part).is_dir():
-                shutil.copytree(tree / part, unfinished / tree.parent.name / tree.name / part)
+                shutil.copytree(tree / part, unfinished / tree.parent.name / tree.name / part, symlinks=True)
         libraries = tree.parent.with_name(tree.parent.name + ".libs")  # beside the wheel's package; its run path
         if libraries.is_dir():
-            shutil.copytree(libraries, unfinished / libraries.name)
-        for folder, _, names in os.walk(unfinished):
-            os.chmod(folder, 0o755)
-            for name in names:
-                path = Path(folder, name)
-                if not path.is_symlink():
-                    path.chmod(path.stat().st_mode | 0o444 | (0o111 if path.stat().st_mode & 0o100 else 0))
+            shutil.copytree(libraries, unfinished / libraries.name, symlinks=True)
+        subprocess.run(["chmod", "-R", "a+rX", unfinished], check=True)
         unfinished.rename(target)
     return copied / bindir.name

@@ -48,9 +48,8 @@ def ensure(settings: Settings) -> Book:
 
     Raises `BookUnreachable` when it is held down or somebody else must start it, `ServerError` when it cannot start.
     """
-    book = locate(settings)
-    if book.kind == "url":
-        return book
+    if settings.database_url is not None:
+        return locate(settings)
     place = place_for(settings)
     if not _is_up(place):
         _start(place, settings, lift_hold=False)
@@ -62,13 +61,13 @@ def up(settings: Settings) -> Book:
 
     Raises `BookUnreachable` when somebody else must start it, `ServerError` when it cannot start.
     """
-    book = locate(settings)
-    if book.kind == "url":
+    if settings.database_url is not None:
+        book = locate(settings)
         if not book.running:
             raise BookUnreachable("no server answers at JAYRUN_DATABASE_URL: start it, or unset the variable")
         return book
     place = place_for(settings)
-    if not _is_up(place) or (place.held_down.exists() and manages(place)):
+    if not _is_up(place) or (_is_held_down(place) and _manages(place)):
         _start(place, settings, lift_hold=True)
     return book_at(place)
 
@@ -82,7 +81,7 @@ def down(settings: Settings) -> bool:
     if settings.database_url is not None:
         raise ServerError("JAYRUN_DATABASE_URL is set, and its server is not jayrun's to stop: unset the variable")
     place = place_for(settings)
-    if not manages(place):
+    if not _manages(place):
         raise ServerError(f"the server in {place.root} is not yours to stop: {_how(place, 'down')}")
     if not place.data.exists():
         return False
@@ -111,22 +110,30 @@ def status(settings: Settings) -> Status:
         return Status(book, version, None, None, False, None)
     place = place_for(settings)
     pid = None
-    if book.running and manages(place):
+    if book.running and _manages(place):
         pid, _ = alive.processes(place, _account(place))
-    return Status(book, version, pid, place.data, os.path.exists(place.held_down), _log_file(place))
+    return Status(book, version, pid, place.data, _is_held_down(place), _log_file(place))
 
 
-def manages(place: Place) -> bool:
-    """Whether this process's user may start and stop the server at `place`, or make one there."""
+def may_manage(settings: Settings) -> bool:
+    """Whether this process's user may start and stop the server of the book that applies."""
+    return settings.database_url is None and _manages(place_for(settings))
+
+
+def _manages(place: Place) -> bool:
     if os.geteuid() == 0:
         return True
     try:
         return place.data.stat().st_uid == os.geteuid()
     except PermissionError:
         return False
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         existing = next(folder for folder in (place.root, *place.root.parents) if folder.exists())
         return os.access(existing, os.W_OK | os.X_OK)
+
+
+def _is_held_down(place: Place) -> bool:
+    return os.path.exists(place.held_down)
 
 
 def _is_up(place: Place) -> bool:
@@ -138,21 +145,22 @@ def _is_up(place: Place) -> bool:
 
 
 def _start(place: Place, settings: Settings, *, lift_hold: bool) -> None:
-    if not manages(place):
+    if not _manages(place):
         raise BookUnreachable(f"the server in {place.root} is not running: {_how(place, 'up')}")
     held = f"the book was stopped with `jayrun db down` and stays so until somebody says otherwise: {_how(place, 'up')}"
-    if place.held_down.exists() and not lift_hold:
+    if _is_held_down(place) and not lift_hold:
         raise BookUnreachable(held)
     if place.kind == "private" and host_exists(settings):
         raise ServerError("this host has a book of its own, so no private one is started beside it: try again")
     account = _account(place)
-    _prepare(place, account)
+    _make_root(place)
     with alive.locked(place.start_lock, wait_seconds=START_SECONDS) as lock_handle:
         if lift_hold:
             place.held_down.unlink(missing_ok=True)
-        elif place.held_down.exists():
+        elif _is_held_down(place):
             raise BookUnreachable(held)
         if place.ping() is not Ping.OK:
+            _prepare(place, account)
             _start_locked(place, settings, account=account, lock_handle=lock_handle)
 
 
@@ -169,15 +177,14 @@ def _start_locked(place: Place, settings: Settings, *, account: Account, lock_ha
     try:
         cluster.remove_leftovers(place)
         command = cluster.server_command(place, programs, configuration={})
-        with place.start_log.open("w") as output:
+        output = account.make_file(place.start_log, mode=0o644)
+        try:
+            os.ftruncate(output, 0)
             # The shell leaves the server behind and ends: it belongs to nobody, so no worker's exit touches it.
-            shell = account.spawn(
-                ["/bin/sh", "-c", '"$@" &', "sh", *command],
-                output=output.fileno(),
-                keep_fds=[handle],
-                new_session=True,
-            )
-            shell.wait()
+            leave = ["/bin/sh", "-c", '"$@" &', "sh", *command]
+            account.spawn(leave, output=output, keep_fds=[handle], new_session=True).wait()
+        finally:
+            os.close(output)
     finally:
         os.close(handle)
     deadline = time.monotonic() + START_SECONDS
@@ -198,30 +205,33 @@ def _account(place: Place) -> Account:
     return service_account(create=place.kind == "host")
 
 
-def _prepare(place: Place, account: Account) -> None:
-    """Make the folders and lock files around the data folder."""
+def _make_root(place: Place) -> None:
     try:
-        if not place.root.exists():
-            place.root.mkdir(parents=True)
-            place.root.chmod(0o755 if os.geteuid() == 0 else 0o700)
-        if not account.can_enter(place.root):
-            raise ServerError(
-                f"the account {account.name}, which runs PostgreSQL for root, cannot enter {place.root}: let others "
-                "pass through the folders on the way there (chmod o+x), or choose another one"
-            )
-        account.make_folder(place.logs, mode=0o700)
-        account.make_folder(place.sockets, mode=0o755)
-        for path in (place.start_lock, place.alive_lock):
-            path.touch()
-            account.own(path, mode=0o600)
-    except (PermissionError, NotADirectoryError) as error:
-        raise ServerError(f"cannot make the server's folders: {error}; see who owns {place.root}") from error
+        place.root.mkdir(parents=True)
+        place.root.chmod(0o755 if os.geteuid() == 0 else 0o700)  # as root the service account must get in
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise ServerError(f"cannot make {place.root}: {error.strerror}; choose another folder") from error
+
+
+def _prepare(place: Place, account: Account) -> None:
+    """Make what stands around the data folder."""
+    if not account.can_enter(place.root):
+        raise ServerError(
+            f"the account {account.name}, which runs PostgreSQL for root, cannot enter {place.root}: let others pass "
+            "through the folders on the way there (chmod o+x), or choose another one"
+        )
+    account.make_folder(place.logs, mode=0o700)
+    account.make_folder(place.sockets, mode=0o755)
+    for path in (place.start_lock, place.alive_lock):
+        os.close(account.make_file(path, mode=0o600))
 
 
 def _how(place: Place, command: str) -> str:
     if place.kind == "host" and os.geteuid() != 0:
         return f"`sudo jayrun db {command}`"
-    return f"`jayrun db {command}`" if manages(place) else f"`jayrun db {command}`, run by its owner or root"
+    return f"`jayrun db {command}`" if _manages(place) else f"`jayrun db {command}`, run by its owner or root"
 
 
 def _last_words(place: Place) -> str:

@@ -88,16 +88,17 @@ class Throwaway:
         cluster.remove_leftovers(self._place)
         command = cluster.server_command(self._place, self._programs, configuration=self._configuration)
         wrapper = [sys.executable, "-I", "-S", deathbound.__file__, os.getpid(), self._account.uid, self._account.gid]
-        with self._place.start_log.open("a") as log:
-            try:
-                self._process = Account.from_uid(os.geteuid()).spawn(
-                    [str(arg) for arg in (*wrapper, *command)],
-                    output=log.fileno(),
-                    keep_fds=[handle],
-                    new_session=True,  # Ctrl-C in the terminal is for the parent alone
-                )
-            finally:
-                os.close(handle)
+        output = self._account.make_file(self._place.start_log, mode=0o644)
+        try:
+            self._process = Account.from_uid(os.geteuid()).spawn(
+                [str(arg) for arg in (*wrapper, *command)],
+                output=output,
+                keep_fds=[handle],
+                new_session=True,  # Ctrl-C in the terminal is for the parent alone
+            )
+        finally:
+            os.close(output)
+            os.close(handle)
         deadline = time.monotonic() + START_SECONDS
         while self._place.ping() is not Ping.OK:
             if not self._running() or time.monotonic() > deadline:

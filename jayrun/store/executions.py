@@ -11,8 +11,7 @@ from psycopg import Connection as PgConnection
 from psycopg.types.json import Jsonb
 
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store.admission import Lease
-from jayrun.store.leases import leases_of_unit
+from jayrun.store.leases import Lease, leases_of_unit
 from jayrun.store.transactions import Book
 
 # Only a unit whose process shows life may be granted again; asking for news is showing life.
@@ -38,6 +37,10 @@ UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 're
 FROM jayrun.leases l
 WHERE l.id = h.lease_id AND h.ended_at IS NULL AND l.execution_id = ANY (%s) AND l.ended_at IS NULL
   AND (l.execution_id, l.invocation) IN (SELECT * FROM unnest(%s::uuid[], %s::integer[]))
+"""
+_RETURN_SLOT = """
+UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'returned' FROM jayrun.leases l
+WHERE l.id = h.lease_id AND h.ended_at IS NULL AND l.execution_id = %s AND l.position = %s AND l.invocation = %s
 """
 _WITHDRAW = """
 UPDATE jayrun.executions SET state = CASE WHEN id = unit_id THEN %s ELSE 'cancelled' END,
@@ -122,6 +125,12 @@ def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[
         return bool(rows)
 
     return book.written(unit)
+
+
+def undo_ask(book: Book, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
+    """Take an ask back whose answer was never heard: a wait is withdrawn, a lease that was granted goes back. Combine."""
+    withdraw(book, unit_id, state=ExecutionState.CANCELLED, failure=None)
+    book.written(lambda pg: pg.execute(_RETURN_SLOT, slot))
 
 
 def drop_members(book: Book, executions: Sequence[UUID]) -> None:

@@ -10,8 +10,8 @@ from psycopg import Connection as PgConnection
 
 from jayrun import kernel
 from jayrun.domain.liveness import Incarnation
+from jayrun.store import reclaim
 from jayrun.store.ids import new_id
-from jayrun.store.reclaim import end_holder
 from jayrun.store.transactions import Book
 
 # The host whose boot id is mine is mine, however it is called now; else the one with my machine id.
@@ -86,6 +86,11 @@ def beat(book: Book, holder: Holder) -> None:
     book.written(unit)
 
 
+def leave_if_free(book: Book, holder: Holder) -> None:
+    """The process is a holder no more, unless it still holds a lease: then the kernel's word ends it."""
+    book.written(lambda pg: reclaim.end_holder(pg, holder.id, reason="left", only_if_free=True))
+
+
 def leave(book: Book, holder: Holder) -> None:
     """The process lets go of everything and is a holder no more."""
-    book.written(lambda pg: end_holder(pg, holder.id, reason="left"))
+    book.written(lambda pg: reclaim.end_holder(pg, holder.id, reason="left"))

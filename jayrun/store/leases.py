@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 from psycopg import Connection as PgConnection
 
-from jayrun.store.admission import Lease, LeasedShare
 from jayrun.store.transactions import Book
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedShare:
+    """What a lease has of one device: the device's number on the host, its UUID if known, bytes, and whether alone."""
+
+    host_index: int
+    device_uuid: str | None
+    memory_bytes: int
+    exclusive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A granted request: what the book gave to (execution, position) for one invocation."""
+
+    id: UUID
+    epoch: int
+    execution_id: UUID
+    position: int
+    shares: tuple[LeasedShare, ...]
+
 
 # Who leaves names (lease, epoch); a lease that ended, or that this process does not hold, is passed over. The last
 # holder's leave ends the lease and its shares (triggers). It takes no gate: the next admission folds it.
@@ -33,15 +55,16 @@ SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id =
                WHERE s.ended_at IS NOT NULL AND s.folded_at IS NULL AND d.host_id = %s)
 """
 
-_LEASES_OF_UNIT = """
+_LEASE = """
 SELECT l.id, l.epoch, l.execution_id, l.position,
        array_agg(d.host_index ORDER BY d.host_index), array_agg(d.device_uuid ORDER BY d.host_index),
-       array_agg(s.memory_bytes ORDER BY d.host_index)
+       array_agg(s.memory_bytes ORDER BY d.host_index), array_agg(s.exclusive ORDER BY d.host_index)
 FROM jayrun.leases l JOIN jayrun.executions e ON e.id = l.execution_id
 JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id
-WHERE e.unit_id = %s AND l.invocation = e.invocation AND l.ended_at IS NULL
-GROUP BY l.id, e.id ORDER BY e.id = e.unit_id, e.age, l.position
+WHERE {} GROUP BY l.id, e.id ORDER BY e.id = e.unit_id, e.age, l.position
 """
+_LEASES_OF_UNIT = _LEASE.format("e.unit_id = %s AND l.invocation = e.invocation AND l.ended_at IS NULL")
+_LEASE_BY_ID = _LEASE.format("l.id = %s")
 
 
 def release(
@@ -65,20 +88,25 @@ def release(
     return book.written(unit)
 
 
+def anybody_waits(book: Book, host_id: int) -> bool:
+    """Whether a unit waits on the host whose process shows life."""
+    return bool(book.value(_ANYBODY_WAITS, (host_id,)))
+
+
 def anything_to_fold(book: Book, host_id: int) -> bool:
     """Whether leases ended on the host whose capacity no admission has seen yet."""
-
-    def unit(pg: PgConnection[Any]) -> bool:
-        row = pg.execute(_ANYTHING_TO_FOLD, (host_id,)).fetchone()
-        return bool(row and row[0])
-
-    return book.written(unit)
+    return bool(book.value(_ANYTHING_TO_FOLD, (host_id,)))
 
 
 def leases_of_unit(pg: PgConnection[Any], unit_id: UUID) -> list[Lease]:
     """The live leases that the unit's executions have for their present invocation, in the order of the sequence."""
-    rows = pg.execute(_LEASES_OF_UNIT, (unit_id,)).fetchall()
-    return [
-        Lease(row[0], row[1], row[2], row[3], tuple(LeasedShare(*share) for share in zip(*row[4:], strict=True)))
-        for row in rows
-    ]
+    return [_lease(row) for row in pg.execute(_LEASES_OF_UNIT, (unit_id,)).fetchall()]
+
+
+def read_lease(book: Book, lease_id: UUID) -> Lease:
+    """The lease `lease_id`, which exists."""
+    return book.written(lambda pg: _lease(pg.execute(_LEASE_BY_ID, (lease_id,)).fetchall()[0]))
+
+
+def _lease(row: tuple[Any, ...]) -> Lease:
+    return Lease(row[0], row[1], row[2], row[3], tuple(LeasedShare(*share) for share in zip(*row[4:], strict=True)))

@@ -23,6 +23,8 @@ UPDATE jayrun.lease_holders SET ended_at = clock_timestamp(), end_reason = 'recl
 WHERE holder_id = %s AND ended_at IS NULL
 """
 
+_HOLDS_ANYTHING = "SELECT 1 FROM jayrun.lease_holders WHERE holder_id = %s AND ended_at IS NULL LIMIT 1"
+
 _END_EXECUTIONS = """
 UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), waiting_since = NULL,
     failure = jsonb_build_object('type', 'ProcessDied', 'message', 'the process of this execution ended without finishing it')
@@ -53,13 +55,16 @@ def sweep(book: Book, host_id: int) -> int:
     return book.written(unit)
 
 
-def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str) -> None:
+def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_free: bool = False) -> None:
     """End everything that hangs on a holder, its row last: leases never outlive their owner's row.
 
     `reason` is "dead" or "left". Each statement commits by itself; a pass killed in between is finished by the next.
+    With `only_if_free` a holder that still holds a lease stays as it is.
     """
-    pg.execute(_END_LEASES, (holder_id,))
+    if only_if_free and pg.execute(_HOLDS_ANYTHING, (holder_id,)).fetchone():
+        return
     pg.execute(_END_EXECUTIONS, (holder_id,))
+    pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")
     pg.execute(_END_HOLDER, (reason, holder_id))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, text
 
 from jayrun.errors import SchemaMismatch
 from jayrun.store.engine import connect_engine, reaching
+
 if TYPE_CHECKING:
     from alembic.config import Config
 
@@ -20,10 +22,11 @@ _UPGRADE_LOCK = 0x6A617972756E  # "jayrun"; held by one transaction, so that ten
 def _configuration(connection: Connection | None = None) -> Config:
     from alembic.config import Config  # heavy; only those who upgrade or mismatch pay for it
 
-    from jayrun import migrations
-
     configuration = Config()
-    configuration.set_main_option("script_location", migrations.__path__[0].replace("%", "%%"))
+    found = find_spec("jayrun.migrations")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    configuration.set_main_option("script_location", found.submodule_search_locations[0].replace("%", "%%"))
     configuration.set_main_option("path_separator", "os")
     configuration.attributes["connection"] = connection
     return configuration

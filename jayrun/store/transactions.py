@@ -59,7 +59,7 @@ class Gate:
 
     def execute(self, statement: str, parameters: tuple[object, ...] | None = None) -> Cursor[Any]:
         """Queue a statement; its rows are there when they are fetched."""
-        return self._pg.execute(statement, parameters, prepare=True)  # type: ignore[arg-type]
+        return self._pg.execute(statement, parameters, prepare=True)
 
     def commit(self, *, durable: bool = True, notify: str | None = None) -> None:
         """Commit, let the gate go, and then make it durable, telling the listeners whom `notify` names."""
@@ -130,6 +130,28 @@ class Book:
         picture = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         with self._replayed(picture.connect) as connection:
             yield connection
+
+    def listen(self) -> PgConnection[Any]:
+        """A connection of its own that LISTENs for admissions; the caller closes it. Not replayed."""
+        checked_out = self._engine.raw_connection()
+        connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
+        checked_out.detach()
+        connection.execute("LISTEN jayrun")
+        return connection
+
+    def tick_seconds(self) -> float:
+        """The book's setting: how often reconcilers look."""
+        return float(self.value("SELECT tick_seconds FROM jayrun.settings"))
+
+    def value(self, statement: str, parameters: tuple[object, ...] = ()) -> Any:
+        """The first column of the one row that `statement` gives, as one transaction of `written`."""
+
+        def unit(pg: PgConnection[Any]) -> Any:
+            row = pg.execute(statement, parameters).fetchone()
+            assert row is not None
+            return row[0]
+
+        return self.written(unit)
 
     def _replayed(self, attempt: Callable[[], T]) -> T:
         refusals = 0

@@ -284,6 +284,8 @@ CREATE TRIGGER shares_end_with_lease BEFORE UPDATE ON jayrun.lease_shares FOR EA
     EXECUTE FUNCTION jayrun.refuse('a share ends with its lease');
 CREATE TRIGGER shares_kept BEFORE DELETE ON jayrun.lease_shares FOR EACH ROW
     EXECUTE FUNCTION jayrun.refuse('shares are history and are not deleted');
+CREATE TRIGGER shares_not_truncated BEFORE TRUNCATE ON jayrun.lease_shares FOR EACH STATEMENT
+    EXECUTE FUNCTION jayrun.refuse('shares are history and are not deleted');
 
 -- Holders of a lease: the last one out ends it. The counter makes two that leave at once meet on the lease's row.
 CREATE FUNCTION jayrun.holders_to_leases() RETURNS trigger LANGUAGE plpgsql AS $f$
@@ -292,9 +294,10 @@ BEGIN
         UPDATE jayrun.leases l SET holder_count = l.holder_count + n.comers
         FROM (SELECT lease_id, count(*) AS comers FROM new_holders GROUP BY lease_id) n
         WHERE l.id = n.lease_id AND l.ended_at IS NULL;
-        IF EXISTS (SELECT FROM new_holders n JOIN jayrun.leases l ON l.id = n.lease_id WHERE l.ended_at IS NOT NULL) THEN
+        IF EXISTS (SELECT FROM new_holders n JOIN jayrun.leases l ON l.id = n.lease_id JOIN jayrun.holders o ON o.id = n.holder_id
+                   WHERE l.ended_at IS NOT NULL OR n.ended_at IS NOT NULL OR o.state = 'ended') THEN
             RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
-                MESSAGE = 'jayrun.lease_holders: the lease has ended';
+                MESSAGE = 'jayrun.lease_holders: a live holder joins a lease that has not ended';
         END IF;
     ELSE
         PERFORM FROM jayrun.leases WHERE id IN (SELECT lease_id FROM new_holders) ORDER BY id FOR UPDATE;
@@ -318,6 +321,8 @@ CREATE TRIGGER lease_holders_fixed BEFORE UPDATE ON jayrun.lease_holders FOR EAC
     WHEN (OLD.ended_at IS NOT NULL OR (NEW.lease_id, NEW.holder_id) IS DISTINCT FROM (OLD.lease_id, OLD.holder_id))
     EXECUTE FUNCTION jayrun.refuse('a holder leaves a lease once');
 CREATE TRIGGER lease_holders_kept BEFORE DELETE ON jayrun.lease_holders FOR EACH ROW
+    EXECUTE FUNCTION jayrun.refuse('holders of leases are history and are not deleted');
+CREATE TRIGGER lease_holders_not_truncated BEFORE TRUNCATE ON jayrun.lease_holders FOR EACH STATEMENT
     EXECUTE FUNCTION jayrun.refuse('holders of leases are history and are not deleted');
 
 -- Leases: end once, with their shares, and leave a line in the log.
@@ -372,16 +377,19 @@ CREATE TRIGGER executions_parked AFTER UPDATE OF state ON jayrun.executions FOR 
     WHEN (NEW.state = 'waiting' AND OLD.state <> 'waiting') EXECUTE FUNCTION jayrun.execution_parked();
 CREATE TRIGGER holders_moves BEFORE UPDATE ON jayrun.holders FOR EACH ROW
     WHEN (OLD.state = 'ended') EXECUTE FUNCTION jayrun.refuse('a holder ends once');
-CREATE FUNCTION jayrun.holder_ended() RETURNS trigger LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.holder_ends() RETURNS trigger LANGUAGE plpgsql AS $f$
 BEGIN
+    -- Stronger than the update's own lock: it waits for whoever is just now giving this holder a lease, and makes those
+    -- who saw it alive, and have not written yet, start anew.
+    PERFORM FROM jayrun.holders WHERE id = NEW.id FOR UPDATE;
     IF EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = NEW.id AND ended_at IS NULL) THEN
         RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
             MESSAGE = format('jayrun.holders: holder %s still holds leases', NEW.id);
     END IF;
-    RETURN NULL;
+    RETURN NEW;
 END $f$;
-CREATE TRIGGER holders_end_without_leases AFTER UPDATE ON jayrun.holders FOR EACH ROW
-    WHEN (NEW.state = 'ended' AND OLD.state <> 'ended') EXECUTE FUNCTION jayrun.holder_ended();
+CREATE TRIGGER holders_end_without_leases BEFORE UPDATE ON jayrun.holders FOR EACH ROW
+    WHEN (NEW.state = 'ended' AND OLD.state <> 'ended') EXECUTE FUNCTION jayrun.holder_ends();
 CREATE TRIGGER holders_kept BEFORE DELETE ON jayrun.holders FOR EACH ROW
     WHEN (OLD.state = 'alive') EXECUTE FUNCTION jayrun.refuse('a live holder is not deleted');
 
@@ -511,7 +519,9 @@ COMMENT ON VIEW jayrun_audit.violations IS 'Rules that the book promises and tha
 
 
 def upgrade() -> None:
-    connection = op.get_bind().execution_options(no_parameters=True)  # so that % stays % and scripts may be many statements
+    connection = op.get_bind().execution_options(
+        no_parameters=True
+    )  # so that % stays % and scripts may be many statements
     for script in (TABLES, TRIGGERS, VIEWS):
         connection.exec_driver_sql(script)
 

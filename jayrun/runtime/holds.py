@@ -1,0 +1,99 @@
+"""What keeps leases alive: a `Hold` per lease, reachable from its placements, whose end only enqueues the release."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from threading import Event
+from typing import TypeAlias
+from uuid import UUID
+
+
+class Outbox:
+    """What this process still has to tell the book. Filled from anywhere, finalizers included; emptied by the service.
+
+    Appending and waking take no lock: a finalizer may run in any thread at any moment, also while that thread is in
+    here.
+    """
+
+    def __init__(self) -> None:
+        self.owner_pid = os.getpid()
+        self.messages: deque[Message] = deque()
+        self.wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self.wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+
+    def put(self, message: Message) -> None:
+        """Enqueue `message`; an Event is set once everything before it was committed."""
+        self.messages.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the service look at once."""
+        # A full pipe means that it will; a closed one that the process is at its end.
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_writer, b"\0")
+
+    def drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.wake_reader, 4096):
+                pass
+
+    def close(self) -> None:
+        os.close(self.wake_reader)
+        os.close(self._wake_writer)
+
+
+class Release:
+    """This process lets go of a lease."""
+
+    __slots__ = ("epoch", "lease_id", "reason")
+
+    def __init__(self, lease_id: UUID, epoch: int, reason: str = "released") -> None:
+        self.lease_id = lease_id
+        self.epoch = epoch
+        self.reason = reason
+
+
+class Finish:
+    """An execution of this process ended, in `state`, perhaps with a failure, in its attempt of that number."""
+
+    __slots__ = ("attempt", "execution_id", "failure", "state")
+
+    def __init__(self, execution_id: UUID, state: str, failure: dict[str, object] | None, attempt: int) -> None:
+        self.execution_id = execution_id
+        self.state = state
+        self.failure = failure
+        self.attempt = attempt
+
+
+class Undo:
+    """An ask whose answer was never heard: whatever it did is taken back."""
+
+    __slots__ = ("slot", "unit_id")
+
+    def __init__(self, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
+        self.unit_id = unit_id
+        self.slot = slot
+
+
+Message: TypeAlias = "Release | Finish | Undo | Event"
+
+
+class Hold:
+    """Lives as long as a placement of its lease is reachable in this process; then the lease is released.
+
+    In a forked child it does nothing: the child's copies hold nothing.
+    """
+
+    __slots__ = ("__weakref__", "_outbox", "epoch", "lease_id")
+
+    def __init__(self, outbox: Outbox, lease_id: UUID, epoch: int) -> None:
+        self._outbox = outbox
+        self.lease_id = lease_id
+        self.epoch = epoch
+
+    def __del__(self) -> None:
+        if self._outbox.owner_pid == os.getpid():
+            self._outbox.put(Release(self.lease_id, self.epoch))

@@ -1,0 +1,397 @@
+"""One run of an operator in this process: its attempts, its invocations, and the waits between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import inspect
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, assert_never
+
+from jayrun.domain.lifecycle import ExecutionState
+from jayrun.domain.placements import PlacementLocation
+from jayrun.domain.requests import Request
+from jayrun.domain.sequence import check_complete, check_next
+from jayrun.domain.units import format_bytes
+from jayrun.errors import PlacementCancelled, PlacementImpossible, PlacementSignalSwallowed, PlacementTimeout
+from jayrun.runtime.data import Data
+from jayrun.runtime.holds import Finish, Undo
+from jayrun.runtime.operator import Operator, Resource, bound, declared_inputs
+from jayrun.runtime.placement import SWALLOWED, PlacementInterface
+from jayrun.runtime.resources import Cached
+from jayrun.runtime.retry import RetryPolicy
+from jayrun.runtime.service import Resolution, Service, Wait
+from jayrun.runtime.signal import PlacementSignal, clear_frames
+from jayrun.runtime.work import Invocation, Work
+from jayrun.store import admission, executions
+from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
+from jayrun.store.executions import Claimed, News
+from jayrun.store.leases import Lease
+
+log = logging.getLogger("jayrun")
+
+
+class Job:
+    """Advances in steps: a step runs invocations until the operator returned, failed for good, or has to wait."""
+
+    def __init__(
+        self,
+        service: Service,
+        operator: type[Operator],
+        inputs: dict[str, Any],
+        *,
+        priority: int,
+        timeout_seconds: float | None,
+        retry: RetryPolicy,
+    ) -> None:
+        self._service = service
+        self._operator = operator
+        self._inputs = bound(operator, inputs)
+        self._resource_inputs = {each.name for each in declared_inputs(operator) if each.resource is not None}
+        self._priority = priority
+        self._timeout_seconds = timeout_seconds
+        self._waited_seconds = 0.0
+        self._parked_at: float | None = None
+        self._retry = retry
+        self._attempt = 1
+        self._work = self._new_work("operator", operator.__name__)
+        self._setups: dict[Any, Work] = {}  # set-ups that are not done, by resource key; they wait with the run
+        self._cancelled = False
+        self._no_waiting: str | None = None  # why it may not wait any more
+
+    def step(self, resolution: Resolution | None = None) -> Data | None:
+        """Run until there is a result, or None when the unit is parked; `resolution` is what ended the last wait.
+
+        Raises what the operator raised, once the retry policy is used up.
+        """
+        while True:
+            try:
+                if resolution is not None:
+                    ended, resolution = resolution, None
+                    self._resume(ended)
+                return self._finished(self._invoke())
+            except PlacementSignal:
+                return None
+            except BaseException as error:  # whatever user code raised ends the attempt, and is raised again below
+                clear_frames(error)
+                self._clean_up(error)
+                if not self._try_again(error):
+                    raise
+
+    def park(self, resolve: Callable[[Resolution], None]) -> None:
+        """Hand the wait to the service after `step` gave None; `resolve` must call `step` again with what it gets."""
+        self._parked_at = time.monotonic()
+        left = self._seconds_left()
+        requests = tuple(request for member in self._unit() for request in member.recorded)
+        give_up_at = None if left is None else self._parked_at + left
+        self._service.wait_for(Wait(self._work.id, requests, resolve, give_up_at))
+        if self._no_waiting is not None:  # cancelled between the last request and here
+            self.cancel_waiting(self._no_waiting)
+        self._service.make_room()
+
+    def cancel(self, why: str) -> None:
+        """Take it out of the queue if it waits, which resolves the wait; otherwise its next request is refused."""
+        self._cancelled = True
+        self.cancel_waiting(why)
+
+    def cancel_waiting(self, why: str) -> None:
+        """Take it out of the queue if it waits; what runs may end, but not wait any more."""
+        self._no_waiting = why
+        failure: dict[str, object] = {"type": "PlacementCancelled", "message": why}
+        wait = self._service.abandon(self._work.id, state=ExecutionState.CANCELLED, failure=failure)
+        if wait is not None:
+            wait.resolve(News(self._work.id, ExecutionState.CANCELLED, failure))
+
+    def abandon(self, resolution: Resolution | None) -> None:
+        """The thread that waited goes away (Ctrl-C), perhaps with a `resolution` unread: nothing is left in the book."""
+        failure: dict[str, object] = {"type": "KeyboardInterrupt", "message": "interrupted while waiting"}
+        self._service.abandon(self._work.id, state=ExecutionState.CANCELLED, failure=failure)
+        if isinstance(resolution, Claimed):
+            self._resume(resolution)
+            for work in self._unit():
+                work.give_back_unused(self._service.outbox)
+                self._finish(work, ExecutionState.CANCELLED)
+
+    # --- one invocation ----------------------------------------------------------------------------------------------
+
+    def _invoke(self) -> Data:
+        in_use: list[Cached] = []
+        try:
+            instance = self._operator.__new__(self._operator)
+            for name, value in self._inputs.items():
+                if name in self._resource_inputs:
+                    value = self._resource(value, in_use).data
+                setattr(instance, name, value if isinstance(value, Data) else Data(value))
+            return self._call(self._work, instance, instance.execute)
+        finally:
+            for cached in in_use:
+                self._service.resources.unuse(cached)
+            if in_use:
+                self._service.make_room()
+
+    def _resource(self, resource: Resource, in_use: list[Cached]) -> Cached:
+        """The resource, set up if it is not cached, and in use until the invocation ends."""
+        resources = self._service.resources
+        key = resource._key
+        cached = resources.use(resource)
+        if cached is None:
+            with resources.setting_up(resource):
+                cached = resources.use(resource) or self._set_up(resource, in_use)
+        in_use.append(cached)
+        if (spare := self._setups.pop(key, None)) is not None:  # another run has set it up meanwhile
+            spare.give_back_unused(self._service.outbox)
+            self._finish(spare, ExecutionState.CANCELLED)
+        return cached
+
+    def _set_up(self, resource: Resource, in_use: list[Cached]) -> Cached:
+        key = resource._key
+        work = self._setups.get(key)
+        if work is None:
+            work = self._setups[key] = self._new_work("resource", type(resource).__name__, unit=self._work)
+        instance = type(resource)(**resource._configuration)
+        for name, value in resource._configuration.items():
+            if isinstance(value, Resource):
+                setattr(instance, name, self._resource(value, in_use).data)
+        invocation = Invocation(work)
+        cached = Cached(instance, self._call(work, instance, instance.setup, invocation), invocation.leases)
+        self._service.resources.add(cached)
+        del self._setups[key]
+        self._finish(work, ExecutionState.SUCCEEDED)
+        return cached
+
+    def _call(
+        self,
+        work: Work,
+        instance: Operator | Resource,
+        function: Callable[[], Any],
+        invocation: Invocation | None = None,
+    ) -> Data:
+        """Run user code once, with `self.placement` open, and judge how it ended."""
+        invocation = invocation or Invocation(work)
+        name = f"{work.execution.name}.{function.__name__}()"
+        instance._interface = PlacementInterface(invocation, self._answer)
+        try:
+            try:
+                result = _called(function, invocation)
+            except PlacementSignal as signal:
+                clear_frames(signal)
+                self._give_up_grants(invocation, name)
+                raise PlacementSignal() from None
+            except BaseException as error:
+                if invocation.signalled:
+                    raise PlacementSignalSwallowed(SWALLOWED.format(name=name)) from error
+                raise
+            if invocation.signalled:
+                raise PlacementSignalSwallowed(SWALLOWED.format(name=name))
+            check_complete(work.recorded, invocation.issued)
+            if not isinstance(result, Data):
+                raise TypeError(f"{name} must return a Data, not {result!r} ({type(result).__name__})")
+            return result
+        finally:
+            invocation.ended = True
+            instance._interface = None
+            work.give_back_unused(self._service.outbox)
+
+    def _answer(self, invocation: Invocation, request: Request) -> PlacementLocation:
+        """A placement for the next request of an invocation, or the exception that ends the call."""
+        if self._cancelled:
+            raise PlacementCancelled(f"{self._work.execution.name} was cancelled")
+        work = invocation.work
+        check_next(work.recorded, invocation.issued, request)
+        position = len(invocation.issued)
+        lease = work.granted.pop(position, None)
+        if lease is None:
+            lease = self._reserve(invocation, position, request)
+        invocation.issued.append(request)
+        return invocation.place(self._service.outbox, request, lease)
+
+    def _reserve(self, invocation: Invocation, position: int, request: Request) -> Lease:
+        work = invocation.work
+        if position == len(work.recorded):
+            work.recorded.append(request)
+        left = self._seconds_left()
+        unit = self._unit()
+        ask = Ask(
+            asker=work.member(),
+            position=position,
+            companions=tuple(each.member() for each in unit if each is not work),
+            age=work.age,
+            wait=self._no_waiting is None and (left is None or left > 0),
+        )
+        try:
+            outcome = admission.reserve(self._service.book, ask)
+        except BaseException:
+            # Nobody knows what the book did: once it can be reached, whatever it was is taken back.
+            self._service.outbox.put(Undo(self._work.id, (work.id, position, work.invocation)))
+            raise
+        match outcome:
+            case Granted(lease):
+                work.booked = max(work.booked or 0, position + 1)
+                return lease
+            case Parked():
+                for each in unit:
+                    each.parked()
+                invocation.issued.append(request)
+                invocation.signalled = True
+                raise PlacementSignal()
+            case _:
+                self._take_back(work, position)
+        match outcome:
+            case Unavailable():
+                if self._no_waiting is not None:
+                    raise PlacementCancelled(f"{request.describe()} would have to wait, but {self._no_waiting}")
+                raise PlacementTimeout(
+                    f"{request.describe()} is not available now, "
+                    f"and timeout={self._timeout_seconds} leaves no time to wait"
+                )
+            case Impossible(reason):
+                raise PlacementImpossible(reason)
+            case Ended(state):
+                raise PlacementCancelled(f"{work.execution.name} is {state} in the book: somebody ended it")
+            case _:
+                assert_never(outcome)
+
+    @staticmethod
+    def _take_back(work: Work, position: int) -> None:
+        """A refused request was not recorded: user code may catch the refusal and ask for something else."""
+        if position == len(work.recorded) - 1 and (work.booked or 0) <= position:
+            work.recorded.pop()
+
+    def _give_up_grants(self, invocation: Invocation, name: str) -> None:
+        """What a parked invocation had been granted goes back; placements that user code kept stay, with a warning."""
+        for work in self._unit():
+            work.give_back_unused(self._service.outbox)
+        if invocation.kept_alive():
+            gc.collect()  # frames are cleared; what is left may only be a cycle
+        for lease in invocation.kept_alive():
+            memory = format_bytes(sum(share.memory_bytes for share in lease.shares))
+            log.warning(
+                "%s waits, but user code keeps a placement of its ended invocation alive: lease %s (%s on device %s) "
+                "stays taken",
+                name,
+                lease.id,
+                memory,
+                ", ".join(str(share.host_index) for share in lease.shares),
+            )
+
+    # --- between invocations -----------------------------------------------------------------------------------------
+
+    def _resume(self, resolution: Resolution) -> None:
+        """Take what ended a wait: everything granted, or the reason why nothing ever will be."""
+        if self._parked_at is not None:
+            self._waited_seconds += time.monotonic() - self._parked_at
+            self._parked_at = None
+        if isinstance(resolution, Claimed):
+            for work in self._unit():
+                if work.id in resolution.members:
+                    work.claimed(resolution)
+            return
+        for work in self._unit():
+            work.booked = None  # it has ended in the book; a further attempt is a new execution
+        if isinstance(resolution, PlacementTimeout):
+            raise resolution
+        failure = resolution.failure or {}
+        message = str(failure.get("message", "it was ended while it waited"))
+        if failure.get("type") == "PlacementImpossible":
+            raise PlacementImpossible(message)
+        raise PlacementCancelled(f"{self._work.execution.name} was {resolution.state.value}: {message}")
+
+    def _finished(self, data: Data) -> Data:
+        self._finish(self._work, ExecutionState.SUCCEEDED)
+        return data
+
+    def _clean_up(self, error: BaseException) -> None:
+        """After a failed attempt: nothing waits, nothing granted is left unused."""
+        if isinstance(error, PlacementSignalSwallowed):
+            executions.withdraw(self._service.book, self._work.id, state=ExecutionState.FAILED, failure=_stored(error))
+            self._service.combine()
+            for work in self._unit():
+                work.booked = None
+        for work in self._unit():
+            work.give_back_unused(self._service.outbox)
+
+    def _try_again(self, error: BaseException) -> bool:
+        if not self._cancelled and self._retry.allows(error, self._attempt):
+            self._attempt += 1
+            self._renew(self._unit())
+            return True
+        for work in self._unit():
+            self._finish(work, ExecutionState.FAILED, error)
+        return False
+
+    def _renew(self, unit: Iterable[Work]) -> None:
+        """The next attempt is the next invocation; an execution that ended in the book is replaced by a new one."""
+        for work in list(unit):
+            work.invocation += 1
+            if work.booked is None and work.recorded:
+                fresh = self._new_work(work.execution.kind, work.execution.name)
+                fresh.recorded = work.recorded
+                if work is self._work:
+                    self._work = fresh
+        if any(work.booked is None for work in self._setups.values()):
+            self._setups.clear()  # set-ups ask anew, as part of the run that there is now
+
+    def _finish(self, work: Work, state: ExecutionState, error: BaseException | None = None) -> None:
+        if work.booked is not None:
+            failure = None if error is None else _stored(error)
+            self._service.outbox.put(Finish(work.id, state.value, failure, self._attempt))
+
+    def _seconds_left(self) -> float | None:
+        """What is left of the timeout for waiting; None without one."""
+        return None if self._timeout_seconds is None else self._timeout_seconds - self._waited_seconds
+
+    def _unit(self) -> list[Work]:
+        """The executions that wait together: set-ups that are not done, and the run."""
+        return [*self._setups.values(), self._work]
+
+    def _new_work(self, kind: str, name: str, *, unit: Work | None = None) -> Work:
+        return Work.new(
+            kind=kind,
+            name=name,
+            host_id=self._service.host_id,
+            holder_id=self._service.holder.id,
+            priority=self._priority,
+            unit_id=None if unit is None else unit.id,
+        )
+
+
+def _called(function: Callable[[], Any], invocation: Invocation) -> Any:
+    """The result of `function`, awaited if it is a coroutine function."""
+    if not inspect.iscoroutinefunction(function):
+        return function()
+
+    async def main() -> Any:
+        invocation.main_task = asyncio.current_task()
+        return await function()
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    # The caller runs in an event loop already, which cannot run a second one: a thread of its own can.
+    outcome: list[Any] = []
+    context = contextvars.copy_context()
+
+    def in_thread() -> None:
+        try:
+            outcome.extend((True, context.run(asyncio.run, main())))
+        except BaseException as error:  # handed to the thread that waits for this one
+            outcome.extend((False, error))
+
+    thread = threading.Thread(target=in_thread, name="jayrun-async")
+    thread.start()
+    thread.join()
+    succeeded, value = outcome
+    if not succeeded:
+        raise value
+    return value
+
+
+def _stored(error: BaseException) -> dict[str, object]:
+    text = "".join(traceback.format_exception(error))
+    return {"type": type(error).__name__, "message": str(error), "traceback": text[-20_000:]}

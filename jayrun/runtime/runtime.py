@@ -1,0 +1,249 @@
+"""`Runtime`: runs operators in this process, lets them wait without holding anything, and starts them again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from jayrun import probes
+from jayrun.domain.checks import member, whole_number
+from jayrun.domain.devices import RuntimeDevice
+from jayrun.embedded import ensure
+from jayrun.errors import RuntimeClosed
+from jayrun.runtime.data import Data
+from jayrun.runtime.job import Job
+from jayrun.runtime.operator import Operator
+from jayrun.runtime.retry import FailureMode, RetryPolicy
+from jayrun.runtime.service import Resolution, service_for
+from jayrun.settings import Settings
+from jayrun.store import devices as booked_devices
+
+_ONE_ATTEMPT = RetryPolicy()
+
+
+class Runtime:
+    """Runs operators here and now, against the book at `url`.
+
+    `url`: a PostgreSQL URL; default JAYRUN_DATABASE_URL, else jayrun's own server, which is started when needed.
+    `devices`: declarations to add to this host's (none is altered). `failure_mode`: whether the first execution that
+    fails for good cancels those that wait. `label`: free text shown beside everything this process holds. `threads`:
+    how many started executions run at once; one that waits uses none.
+
+    A context manager: leaving the block waits for what was started, then closes; after an exception what waits is
+    cancelled first. Raises `BookUnreachable` and `SchemaMismatch` when the book cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        devices: Iterable[RuntimeDevice] = (),
+        failure_mode: FailureMode = FailureMode.CONTINUE,
+        label: str | None = None,
+        threads: int = 32,
+        settings: Settings | None = None,
+    ) -> None:
+        declared = list(devices)
+        for each in declared:
+            if not isinstance(each, RuntimeDevice):
+                raise TypeError(f"devices must be RuntimeDevice, not {each!r} ({type(each).__name__})")
+        self._failure_mode = member(failure_mode, "failure_mode", FailureMode)
+        threads = whole_number(threads, "threads", minimum=1)
+        settings = settings or Settings.load()
+        probes.arm_from_settings(settings.probes)
+        self._service = service_for(
+            url or ensure(settings).url,
+            host_identity=settings.host_id,
+            label=settings.label if label is None else label,
+        )
+        self._service.runtimes += 1
+        if declared:
+            booked_devices.add(self._service.book, self._service.host_id, declared)
+            self._service.combine()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="jayrun-run")
+        self._jobs: set[Job] = set()
+        self._idle = threading.Condition()
+        self._refusal: str | None = None
+        self._closed = False
+
+    def run(
+        self,
+        operator: type[Operator],
+        /,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        retry: RetryPolicy = _ONE_ATTEMPT,
+        **inputs: Any,
+    ) -> Data:
+        """Run `operator` in this thread and return its Data; blocks while it has to wait for capacity.
+
+        `priority`: higher is served first. `timeout`: seconds that all waits together may take, 0 for none at all,
+        None for ever. `retry`: what is tried again. Raises what the operator raised, `PlacementTimeout` (nothing is
+        left in the book), `PlacementImpossible`, and TypeError for inputs that it does not declare.
+        """
+        job = self._admit(operator, inputs, priority, timeout, retry)
+        try:
+            data = job.step()
+            while data is None:
+                data = job.step(_wait(job))
+            return data
+        except Exception as error:
+            self._failed(error)
+            raise
+        finally:
+            self._done(job)
+
+    def start(
+        self,
+        operator: type[Operator],
+        /,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        retry: RetryPolicy = _ONE_ATTEMPT,
+        **inputs: Any,
+    ) -> Future[Data]:
+        """Like `run`, in a thread of the Runtime; returns a Future at once.
+
+        While it waits for capacity it occupies no thread. Cancelling the Future takes it out of the queue.
+        """
+        job = self._admit(operator, inputs, priority, timeout, retry)
+        future: Future[Data] = Future()
+        future.add_done_callback(lambda done: job.cancel("its Future was cancelled") if done.cancelled() else None)
+        self._threads.submit(self._advance, job, future, None)
+        return future
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every release and finish of this process so far is committed; False after `timeout` seconds."""
+        return self._service.flush(timeout)
+
+    def close(self) -> None:
+        """Take no new work, wait for what was started, tear down idle resources, and flush.
+
+        Data that is still alive keeps its lease. A second close does nothing.
+        """
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+            self._refusal = self._refusal or "this Runtime is closed"
+            self._idle.wait_for(lambda: not self._jobs)
+        self._threads.shutdown()
+        self._service.runtimes -= 1
+        if self._service.runtimes == 0:
+            self._service.resources.tear_down_idle()
+        self.flush()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._cancel_waiting(f"its Runtime was left with {type(error).__name__}")
+        self.close()
+
+    def _admit(
+        self,
+        operator: type[Operator],
+        inputs: dict[str, Any],
+        priority: object,
+        timeout: object,
+        retry: object,
+    ) -> Job:
+        """Check the arguments, and take the job into the books of this Runtime."""
+        if not (isinstance(operator, type) and issubclass(operator, Operator)):
+            raise TypeError(f"operator must be a subclass of Operator, not {operator!r}")
+        if not isinstance(retry, RetryPolicy):
+            raise TypeError(f"retry must be a RetryPolicy, not {retry!r} ({type(retry).__name__})")
+        job = Job(
+            self._service,
+            operator,
+            inputs,
+            priority=whole_number(priority, "priority", minimum=-(2**31), maximum=2**31 - 1),
+            timeout_seconds=_seconds(timeout),
+            retry=retry,
+        )
+        with self._idle:
+            if self._refusal is not None:
+                raise RuntimeClosed(self._refusal)
+            self._jobs.add(job)
+        return job
+
+    def _advance(self, job: Job, future: Future[Data], resolution: Resolution | None) -> None:
+        """One step of a started job, in a thread of the pool."""
+        if future.cancelled():
+            self._done(job)
+            return
+        try:
+            data = job.step(resolution)
+            if data is None:
+                job.park(partial(self._resubmit, job, future))
+                return
+        except BaseException as error:  # it belongs to the Future, as in every executor
+            self._failed(error)
+            self._done(job)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        self._done(job)
+        if future.set_running_or_notify_cancel():
+            future.set_result(data)
+
+    def _resubmit(self, job: Job, future: Future[Data], resolution: Resolution) -> None:
+        try:
+            self._threads.submit(self._advance, job, future, resolution)
+        except RuntimeError:  # the interpreter is shutting down
+            self._done(job)
+            future.cancel()
+
+    def _failed(self, error: BaseException) -> None:
+        if self._failure_mode is FailureMode.FAIL_FAST and self._refusal is None:
+            self._refusal = f"this Runtime fails fast, and an execution failed: {type(error).__name__}: {error}"
+            self._cancel_waiting(self._refusal)
+
+    def _cancel_waiting(self, why: str) -> None:
+        with self._idle:
+            jobs = list(self._jobs)
+        for job in jobs:
+            job.cancel_waiting(why)
+
+    def _done(self, job: Job) -> None:
+        with self._idle:
+            self._jobs.discard(job)
+            self._idle.notify_all()
+
+
+def _wait(job: Job) -> Resolution:
+    """Block this thread until the job's wait is resolved; an interrupt leaves nothing in the queue."""
+    resolved = threading.Event()
+    resolutions: list[Resolution] = []
+
+    def resolve(resolution: Resolution) -> None:
+        resolutions.append(resolution)
+        resolved.set()
+
+    try:
+        job.park(resolve)
+        resolved.wait()
+    except BaseException:
+        job.abandon(resolutions[0] if resolutions else None)
+        raise
+    return resolutions[0]
+
+
+def _seconds(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be seconds or None, not {timeout!r} ({type(timeout).__name__})")
+    if math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"timeout must be 0 or more seconds, but is {timeout!r}")
+    return None if math.isinf(timeout) else float(timeout)

@@ -1,0 +1,302 @@
+"""The background service of a process: one thread per book that tells it what ended and hears what was admitted.
+
+It outlives Runtimes: data may keep a lease long after its Runtime was closed, and the release must still be told. It
+commits releases at once and again after an outage, runs a reconciler pass at each tick, and resolves the waits of the
+process. It holds a LISTEN connection only while something waits; what it hears is a hint, polling is the truth.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from uuid import UUID
+
+import psycopg
+
+from jayrun.domain.lifecycle import ExecutionState
+from jayrun.domain.requests import Request
+from jayrun.errors import BookError, PlacementTimeout
+from jayrun.runtime import reconciler
+from jayrun.runtime.holds import Finish, Outbox, Release, Undo
+from jayrun.runtime.resources import Resources
+from jayrun.store import admission, executions, holders, leases, schema
+from jayrun.store.executions import Claimed, News
+from jayrun.store.holders import Holder
+from jayrun.store.transactions import Book
+
+log = logging.getLogger("jayrun")
+
+EXIT_FLUSH_SECONDS = 2.0
+_OUTAGE_PAUSE_SECONDS = 1.0
+
+Resolution = Claimed | News | PlacementTimeout
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A parked unit of this process and all it asks for: `resolve` is called once with what became of it, and must
+    not block. `give_up_at` is on this process's monotonic clock, or None to wait for ever.
+    """
+
+    unit_id: UUID
+    requests: tuple[Request, ...]
+    resolve: Callable[[Resolution], None]
+    give_up_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    releases: list[Release] = field(default_factory=list)
+    finishes: list[Finish] = field(default_factory=list)
+    undone: list[Undo] = field(default_factory=list)
+    markers: list[threading.Event] = field(default_factory=list)
+
+
+class Service:
+    """The process's connection to one book; made by `service_for`, shared by its Runtimes."""
+
+    def __init__(self, url: str, *, host_identity: str | None, label: str) -> None:
+        self.book = Book(url, role="runtime", instance=str(os.getpid()))
+        first = Book(url, role="runtime", instance=str(os.getpid()), patience_seconds=0)
+        try:
+            with first.snapshot() as connection:
+                schema.check_revision(connection)
+            self.host_id = holders.attest_host(first, host_identity)
+            self.holder: Holder = holders.register(first, self.host_id, role="runtime", label=label)
+            self.tick_seconds = first.tick_seconds()
+        finally:
+            first.close()
+        self.outbox = Outbox()
+        self._waits: dict[UUID, Wait] = {}
+        self._waits_lock = threading.Lock()
+        self._listener: psycopg.Connection[tuple[object, ...]] | None = None
+        self._stopping = False
+        self._outage_since: float | None = None
+        self.resources = Resources()
+        self.runtimes = 0
+        self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, wait: Wait) -> None:
+        """Take a parked unit into care: it is resolved when it was admitted and claimed, ended, or timed out."""
+        with self._waits_lock:
+            self._waits[wait.unit_id] = wait
+        self.outbox.wake()
+
+    def abandon(self, unit_id: UUID, *, state: ExecutionState, failure: dict[str, object] | None) -> Wait | None:
+        """Take a unit out of care and out of the queue; its Wait, or None when it was resolved already."""
+        with self._waits_lock:
+            wait = self._waits.pop(unit_id, None)
+        if wait is not None and executions.withdraw(self.book, unit_id, state=state, failure=failure):
+            self.combine()
+        return wait
+
+    def combine(self) -> None:
+        admission.combine(self.book, self.host_id)
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until everything enqueued so far is committed; False when `timeout` seconds were not enough."""
+        marker = threading.Event()
+        self.outbox.put(marker)
+        return marker.wait(timeout)
+
+    def make_room(self) -> None:
+        """Tear down idle resources that stand in the way of a waiting unit of this process. Runs user code."""
+        with self._waits_lock:
+            wanted = [wait.requests for wait in self._waits.values()]
+        if wanted and self.resources.anything_idle():
+            self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
+
+    def stop(self) -> None:
+        """Flush for two seconds at most and end the thread; the holder leaves if it holds nothing any more."""
+        self.flush(EXIT_FLUSH_SECONDS)
+        self._stopping = True
+        self.outbox.wake()
+        self._thread.join(EXIT_FLUSH_SECONDS)
+        with contextlib.suppress(BookError):
+            self.book.patience_seconds = 0
+            holders.leave_if_free(self.book, self.holder)
+        self.book.close()
+
+    def forget(self) -> None:
+        """In a forked child: nothing of the parent's is ours."""
+        self._stopping = True
+        self.book.forget()
+        self._listener = None
+        self.outbox.close()
+
+    def _loop(self) -> None:
+        next_tick = time.monotonic() + self.tick_seconds
+        while not self._stopping:
+            self._sleep(next_tick)
+            tick = time.monotonic() >= next_tick
+            try:
+                self._commit()
+                if tick:
+                    holders.beat(self.book, self.holder)
+                    reconciler.run_pass(self.book, self.host_id)
+                self._attend_waits(tick=tick)
+                self._recovered()
+            except (BookError, psycopg.Error) as error:
+                self._out_of_reach(error)
+            except Exception:  # the thread must live: whoever holds leases depends on it; the log says what to report
+                log.exception("jayrun's background service met an unexpected error and goes on")
+            if tick:
+                next_tick = time.monotonic() + self.tick_seconds
+
+    def _sleep(self, next_tick: float) -> None:
+        """Until something is enqueued, a notification or a deadline comes, or the tick is due."""
+        with self._waits_lock:
+            deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
+        until = min([next_tick, *deadlines])
+        sources = [self.outbox.wake_reader]
+        if self._listener is not None:
+            sources.append(self._listener.fileno())
+        if not self.outbox.messages or self._outage_since is not None:
+            select.select(sources, [], [], max(until - time.monotonic(), 0))
+        self.outbox.drain_wakes()
+        if self._listener is not None:
+            for _ in self._listener.notifies(timeout=0):
+                pass  # whoever it names, the look that follows is cheap and tells the truth
+
+    def _commit(self) -> None:
+        """Tell the book what ended, in order; what could not be told stays enqueued."""
+        messages = self.outbox.messages
+        batch = _Batch()
+        for _ in range(len(messages)):
+            message = messages.popleft()
+            if isinstance(message, Release):
+                batch.releases.append(message)
+            elif isinstance(message, Finish):
+                batch.finishes.append(message)
+            elif isinstance(message, Undo):
+                batch.undone.append(message)
+            else:
+                batch.markers.append(message)
+        try:
+            somebody_waits = False
+            for reason in {release.reason for release in batch.releases}:
+                named = [(r.lease_id, r.epoch) for r in batch.releases if r.reason == reason]
+                somebody_waits |= leases.release(self.book, self.host_id, self.holder.id, named, reason=reason)
+            for undo in batch.undone:
+                executions.undo_ask(self.book, undo.unit_id, undo.slot)
+                somebody_waits = True
+            for each in batch.finishes:
+                executions.finish(
+                    self.book,
+                    each.execution_id,
+                    state=ExecutionState(each.state),
+                    failure=each.failure,
+                    attempt=each.attempt,
+                )
+        except BaseException:
+            messages.extendleft(reversed([*batch.releases, *batch.undone, *batch.finishes, *batch.markers]))
+            raise
+        for marker in batch.markers:
+            marker.set()
+        if somebody_waits:
+            self.combine()
+
+    def _attend_waits(self, *, tick: bool) -> None:
+        with self._waits_lock:
+            waits = dict(self._waits)
+        if not waits:
+            self._close_listener()
+            return
+        self._open_listener()
+        told, woken = executions.news(self.book, list(waits))
+        if woken:
+            self.combine()
+            told, _ = executions.news(self.book, list(waits))
+        for news in told:
+            if news.state is ExecutionState.ADMITTED:
+                claimed = executions.claim(self.book, news.id)
+                if claimed is not None:
+                    self._resolve(waits[news.id], claimed)
+            else:
+                self._resolve(waits[news.id], news)
+        now = time.monotonic()
+        for wait in waits.values():
+            if wait.give_up_at is not None and wait.give_up_at <= now and wait.unit_id in self._waits:
+                self._give_up(wait)
+        if tick and self._waits and self.resources.anything_idle():
+            # What others released meanwhile may make an idle resource the last thing in the way.
+            threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
+
+    def _give_up(self, wait: Wait) -> None:
+        failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
+        if executions.withdraw(self.book, wait.unit_id, state=ExecutionState.FAILED, failure=failure):
+            self.combine()
+            self._resolve(wait, PlacementTimeout("waited for capacity longer than its timeout; nothing of it is left"))
+
+    def _resolve(self, wait: Wait, resolution: Resolution) -> None:
+        with self._waits_lock:
+            mine = self._waits.pop(wait.unit_id, None)
+        if mine is not None:
+            wait.resolve(resolution)
+        elif isinstance(resolution, Claimed):  # it was abandoned while its grant was on the way
+            for lease in resolution.leases:
+                self.outbox.put(Release(lease.id, lease.epoch, "returned"))
+            for execution_id in resolution.members:
+                self.outbox.put(Finish(execution_id, ExecutionState.CANCELLED.value, None, 1))
+
+    def _open_listener(self) -> None:
+        if self._listener is None or self._listener.closed:
+            self._listener = self.book.listen()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _out_of_reach(self, error: Exception) -> None:
+        if self._outage_since is None:
+            self._outage_since = time.monotonic()
+            log.warning("the book is out of reach; leases are kept and releases will be told later: %s", error)
+        self._close_listener()
+        time.sleep(_OUTAGE_PAUSE_SECONDS)
+
+    def _recovered(self) -> None:
+        if self._outage_since is not None:
+            log.warning("the book is back after %.0f s; releases were told", time.monotonic() - self._outage_since)
+            self._outage_since = None
+
+
+_services: dict[str, Service] = {}
+_services_lock = threading.Lock()
+
+
+def service_for(url: str, *, host_identity: str | None, label: str) -> Service:
+    """The service of this process for the book at `url`, started at the first call.
+
+    Raises `BookUnreachable` and `SchemaMismatch`.
+    """
+    with _services_lock:
+        service = _services.get(url)
+        if service is None:
+            service = _services[url] = Service(url, host_identity=host_identity, label=label)
+        return service
+
+
+@atexit.register
+def _stop_all() -> None:
+    for service in _services.values():
+        service.stop()
+
+
+def _forget_all() -> None:
+    global _services_lock
+    _services_lock = threading.Lock()
+    for service in _services.values():
+        service.forget()
+    _services.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

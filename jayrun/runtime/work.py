@@ -1,0 +1,118 @@
+"""One execution as its process knows it, across its invocations: what it has recorded, and what it was granted."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from jayrun.domain.placements import Placement, PlacementGroup, PlacementLocation
+from jayrun.domain.requests import Request
+from jayrun.runtime.holds import Hold, Outbox, Release
+from jayrun.store.admission import Execution, Member
+from jayrun.store.executions import Claimed
+from jayrun.store.ids import new_id
+from jayrun.store.leases import Lease
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """An operator run or a resource set-up. Its requests survive invocations; its leases belong to one.
+
+    `granted` are leases of the coming or present invocation that no request has taken yet, by position.
+    """
+
+    execution: Execution
+    recorded: list[Request] = field(default_factory=list)
+    booked: int | None = None
+    invocation: int = 1
+    age: int | None = None
+    granted: dict[int, Lease] = field(default_factory=dict)
+
+    @classmethod
+    def new(
+        cls, *, kind: str, name: str, host_id: int, holder_id: UUID, priority: int, unit_id: UUID | None = None
+    ) -> Work:
+        work_id = new_id()
+        return cls(
+            Execution(
+                id=work_id,
+                kind=kind,
+                name=name,
+                host_id=host_id,
+                holder_id=holder_id,
+                unit_id=unit_id or work_id,
+                priority=priority,
+            )
+        )
+
+    @property
+    def id(self) -> UUID:
+        return self.execution.id
+
+    def member(self) -> Member:
+        return Member(
+            execution=self.execution, invocation=self.invocation, recorded=tuple(self.recorded), booked=self.booked
+        )
+
+    def parked(self) -> None:
+        """The book has all of it now, waiting."""
+        self.booked = len(self.recorded)
+
+    def claimed(self, unit: Claimed) -> None:
+        """Take what the book granted for the next invocation."""
+        self.invocation, self.age = unit.members[self.id]
+        self.granted = {lease.position: lease for lease in unit.leases if lease.execution_id == self.id}
+
+    def give_back_unused(self, outbox: Outbox) -> None:
+        """Leases of this invocation that no request took go back."""
+        for lease in self.granted.values():
+            outbox.put(Release(lease.id, lease.epoch, "returned"))
+        self.granted.clear()
+
+
+class Invocation:
+    """One call of `execute()` or `setup()`: what it has issued, what it holds, and whether it has to end."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.issued: list[Request] = []
+        self.leases: list[tuple[weakref.ref[Hold], Lease]] = []
+        self.signalled = False
+        self.ended = False
+        self.busy = threading.Lock()
+        self.last_task: Any = None
+        self.main_task: Any = None
+
+    def place(self, outbox: Outbox, request: Request, lease: Lease) -> PlacementLocation:
+        """The value that user code gets for a lease; the lease lives as long as the value is reachable."""
+        hold = Hold(outbox, lease.id, lease.epoch)
+        self.leases.append((weakref.ref(hold), lease))
+        members = tuple(
+            Placement(
+                request.device,
+                request.backend,
+                share.host_index,
+                share.memory_bytes,
+                host_index=share.host_index,
+                device_uuid=share.device_uuid,
+                lease_id=lease.id,
+                epoch=lease.epoch,
+                hold=hold,
+            )
+            for share in lease.shares
+        )
+        if not request.group:
+            return members[0]
+        return PlacementGroup(
+            members,
+            group_memory_bytes=request.group_bytes,
+            per_device_memory_bytes=request.per_device_bytes,
+            prefer_max_devices=request.prefer_max_devices,
+        )
+
+    def kept_alive(self) -> list[Lease]:
+        """The leases of this invocation whose placements are still reachable."""
+        return [lease for hold, lease in self.leases if hold() is not None]

@@ -1,0 +1,81 @@
+"""What people ask the book: lists and single things, read in one unchanging picture each."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import text
+
+from jayrun.errors import UnknownId
+from jayrun.store.transactions import Book
+
+Row = dict[str, Any]
+
+_EVENTS_OF_LEASE = """
+SELECT at, kind FROM jayrun.lease_events WHERE lease_id = :id ORDER BY id
+"""
+_LEASE = """
+SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execution_id, l.position, l.invocation,
+       CASE WHEN l.ended_at IS NULL THEN 'live' ELSE l.end_reason END AS state, l.granted_at, l.ended_at,
+       coalesce(l.ended_at, clock_timestamp()) - l.granted_at AS age,
+       (SELECT json_agg(json_build_object('device', d.kind, 'device_id', d.host_index, 'device_uuid', d.device_uuid,
+                                          'memory_bytes', s.memory_bytes, 'exclusive', s.exclusive) ORDER BY d.host_index)
+        FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id WHERE s.lease_id = l.id) AS shares,
+       (SELECT json_agg(json_build_object('pid', o.pid, 'user', o.user_name, 'database_user', o.database_user,
+                                          'label', o.label, 'command', o.command, 'since', x.since, 'left_at', x.ended_at,
+                                          'last_seen', o.seen_at) ORDER BY x.since)
+        FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id WHERE x.lease_id = l.id) AS holders
+FROM jayrun.leases l JOIN jayrun.hosts h ON h.id = l.host_id JOIN jayrun.executions e ON e.id = l.execution_id
+WHERE l.id = :id
+"""
+_SUMMARY = """
+SELECT (SELECT count(*) FROM jayrun.leases) AS leases,
+       (SELECT count(*) FROM jayrun.leases WHERE ended_at IS NULL) AS live,
+       (SELECT count(*) FROM jayrun.leases WHERE end_reason = 'reclaimed') AS reclaimed,
+       (SELECT count(*) FROM jayrun.executions) AS executions,
+       (SELECT count(*) FROM jayrun.placement_requests) AS requests,
+       (SELECT count(*) FROM jayrun.lease_events WHERE kind = 'parked') AS waits,
+       (SELECT coalesce(max(waited_seconds), 0) FROM jayrun.executions) AS longest_wait_seconds,
+       (SELECT count(*) FROM jayrun_audit.violations) AS violations
+"""
+
+
+def capacity(book: Book) -> list[Row]:
+    """View `capacity`: every declared device."""
+    return _rows(book, "SELECT * FROM jayrun_audit.capacity ORDER BY host, device, device_id")
+
+
+def leases(book: Book) -> list[Row]:
+    """View `leases`: every live lease, oldest first."""
+    return _rows(book, "SELECT * FROM jayrun_audit.leases ORDER BY granted_at")
+
+
+def queue(book: Book) -> list[Row]:
+    """View `queue`: who waits, in the order of admission per host."""
+    return _rows(book, "SELECT * FROM jayrun_audit.queue ORDER BY host, position")
+
+
+def violations(book: Book) -> list[Row]:
+    """View `violations`: always empty."""
+    return _rows(book, "SELECT * FROM jayrun_audit.violations")
+
+
+def summary(book: Book) -> Row:
+    """Counts over the whole book: leases, requests, waits, and the longest wait in seconds."""
+    return _rows(book, _SUMMARY)[0]
+
+
+def lease(book: Book, lease_id: UUID) -> Row:
+    """One lease, live or ended, with shares, holders and events. Raises `UnknownId`."""
+    with book.snapshot() as connection:
+        row = connection.execute(text(_LEASE), {"id": lease_id}).mappings().one_or_none()
+        if row is None:
+            raise UnknownId(f"no lease has the id {lease_id}: `jayrun leases list` shows the live ones")
+        events = connection.execute(text(_EVENTS_OF_LEASE), {"id": lease_id}).mappings().all()
+    return {**row, "events": [dict(event) for event in events]}
+
+
+def _rows(book: Book, statement: str) -> list[Row]:
+    with book.snapshot() as connection:
+        return [dict(row) for row in connection.execute(text(statement)).mappings().all()]

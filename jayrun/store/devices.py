@@ -1,0 +1,144 @@
+"""Devices: declared, updated, drained and removed, always behind the gate, so that no admission decides on half of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jayrun.domain.devices import BookedDevice, DeviceState, RuntimeDevice
+from jayrun.errors import DeviceInUse, UnknownDevice, UnknownHost
+from jayrun.store.picture import booked_device
+from jayrun.store.transactions import Book, Gate
+
+# Declaring again updates, and brings a removed device back.
+_DECLARE = """
+INSERT INTO jayrun.devices (host_id, host_index, kind, backends, capacity_bytes, exclusive_only)
+VALUES (%s, %s, %s, %s, %s, %s)
+ON CONFLICT (host_id, kind, host_index) DO UPDATE SET backends = excluded.backends,
+    capacity_bytes = excluded.capacity_bytes, exclusive_only = excluded.exclusive_only,
+    state = CASE WHEN devices.removed_at IS NULL THEN devices.state ELSE 'online' END, removed_at = NULL
+"""
+_ADD = """
+INSERT INTO jayrun.devices (host_id, host_index, kind, backends, capacity_bytes, exclusive_only)
+VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT (host_id, kind, host_index) DO NOTHING
+"""
+_FOLD = """
+UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
+WHERE ended_at IS NOT NULL AND folded_at IS NULL AND device_id = %s
+"""
+_FIND = """
+SELECT id, share_count FROM jayrun.devices
+WHERE host_id = %s AND kind = %s AND host_index = %s AND removed_at IS NULL
+"""
+_EXISTING = """
+SELECT kind, host_index FROM jayrun.devices WHERE host_id = %s AND removed_at IS NULL ORDER BY kind, host_index
+"""
+_REMOVE = "UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'offline' WHERE id = %s"
+_SET_STATE = "UPDATE jayrun.devices SET state = %s WHERE id = %s"
+_HOST = "SELECT id FROM jayrun.hosts WHERE identity = %s OR name = %s ORDER BY identity = %s DESC LIMIT 2"
+_HOSTS = "SELECT name, identity FROM jayrun.hosts ORDER BY id"
+# What is reserved without the ended leases that no admission has folded yet.
+_FLEET = """
+SELECT d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes - coalesce(f.bytes, 0),
+       d.share_count - coalesce(f.shares, 0), d.exclusive_count > coalesce(f.exclusives, 0), d.exclusive_only, d.state
+FROM jayrun.devices d
+LEFT JOIN (SELECT device_id, sum(memory_bytes)::bigint AS bytes, count(*) AS shares,
+                  count(*) FILTER (WHERE exclusive) AS exclusives
+           FROM jayrun.lease_shares WHERE ended_at IS NOT NULL AND folded_at IS NULL GROUP BY device_id) f
+    ON f.device_id = d.id
+WHERE d.host_id = %s AND d.removed_at IS NULL ORDER BY d.kind, d.host_index
+"""
+
+
+def declare(book: Book, host_id: int, devices: Sequence[RuntimeDevice]) -> None:
+    """Declare devices of the host, or update those that are declared. Combine: every waiter is judged again."""
+    _write_devices(book, host_id, devices, _DECLARE)
+
+
+def add(book: Book, host_id: int, devices: Sequence[RuntimeDevice]) -> None:
+    """Add those of `devices` that the host does not have; never alters one. Combine."""
+    _write_devices(book, host_id, devices, _ADD)
+
+
+def remove(book: Book, host_id: int, *, kind: str, host_index: int) -> None:
+    """Take a device out of the fleet; its history stays. Combine.
+
+    Raises `UnknownDevice`, saying which exist, and `DeviceInUse` while it carries leases.
+    """
+
+    def unit(gate: Gate) -> None:
+        device_id = _find(gate, host_id, kind, host_index)
+        gate.execute(_FOLD, (device_id,))
+        row = gate.execute(_FIND, (host_id, kind, host_index)).fetchone()
+        assert row is not None
+        if row[1]:
+            gate.rollback()
+            raise DeviceInUse(
+                f"device {kind} {host_index} still carries {row[1]} lease(s): "
+                f"`jayrun devices drain {host_index}`, and remove it when `jayrun leases list` shows none on it"
+            )
+        gate.execute(_REMOVE, (device_id,))
+        gate.commit()
+
+    book.gated(unit)
+
+
+def set_state(book: Book, host_id: int, *, kind: str, host_index: int, state: DeviceState) -> None:
+    """Put a device online, let it drain, or take it offline; leases stay. Combine. Raises `UnknownDevice`."""
+
+    def unit(gate: Gate) -> None:
+        device_id = _find(gate, host_id, kind, host_index)
+        gate.execute(_SET_STATE, (state.value, device_id))
+        gate.commit()
+
+    book.gated(unit)
+
+
+def find_host(book: Book, name: str) -> int:
+    """The key of the host with this name or identity. Raises `UnknownHost`, saying which exist."""
+
+    def unit(pg: Any) -> int:
+        rows = pg.execute(_HOST, (name, name, name)).fetchall()
+        if not rows:
+            known = ", ".join(f"{row[0]} ({row[1]})" for row in pg.execute(_HOSTS).fetchall()) or "none yet"
+            raise UnknownHost(f"no host {name!r} in the book; there are: {known}")
+        return int(rows[0][0])
+
+    return book.written(unit)
+
+
+def fleet(book: Book, host_id: int) -> list[BookedDevice]:
+    """The devices of the host as the next admission would find them."""
+    rows = book.written(lambda pg: pg.execute(_FLEET, (host_id,)).fetchall())
+    return [booked_device(host_id, list(row)) for row in rows]
+
+
+def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], statement: str) -> None:
+    rows = [
+        (
+            host_id,
+            d.device_id,
+            d.device.value,
+            [backend.value for backend in d.backends],
+            d.memory_bytes,
+            d.exclusive_only,
+        )
+        for d in devices
+    ]
+
+    def unit(gate: Gate) -> None:
+        for row in rows:
+            gate.execute(statement, row)
+        gate.commit()
+
+    if rows:
+        book.gated(unit)
+
+
+def _find(gate: Gate, host_id: int, kind: str, host_index: int) -> int:
+    row = gate.execute(_FIND, (host_id, kind, host_index)).fetchone()
+    if row is not None:
+        return int(row[0])
+    known = ", ".join(f"{each[0]} {each[1]}" for each in gate.execute(_EXISTING, (host_id,)).fetchall())
+    gate.rollback()
+    raise UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")

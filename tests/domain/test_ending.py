@@ -1,0 +1,106 @@
+"""The smallest set of leases whose end would admit a request, compared with all sets."""
+
+from __future__ import annotations
+
+from itertools import count
+from uuid import UUID
+
+from fleets import any_request, booked_devices, gpu, group, one, sequences, subsets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jayrun.domain.devices import BookedDevice, Share
+from jayrun.domain.ending import Endable, fewest_to_end
+from jayrun.domain.planner import plan
+from jayrun.domain.requests import Request
+from jayrun.domain.search import book
+
+
+def lease(number: int, *shares: tuple[BookedDevice, int], last_used: float = 0.0) -> Endable:
+    taken = tuple(Share(device.id, device.host_index, memory_bytes, False) for device, memory_bytes in shares)
+    return Endable(UUID(int=number), taken, last_used)
+
+
+def carrying(devices: list[BookedDevice], leases: list[Endable]) -> list[BookedDevice]:
+    return list(book(devices, [share for each in leases for share in each.shares]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sequences(2),
+    booked_devices(3),
+    st.lists(st.tuples(any_request(2), st.integers(0, 3), st.booleans()), max_size=6),
+)
+def test_no_smaller_cheaper_or_longer_unused_set_suffices(
+    requests: list[Request], devices: list[BookedDevice], others: list[tuple[Request, int, bool]]
+) -> None:
+    booked, candidates, ids = [device.emptied() for device in devices], [], count(1)
+    for request, last_used, endable in others:
+        for shares in plan([request], booked) or ():
+            booked = list(book(booked, shares))
+            if endable:
+                candidates.append(Endable(UUID(int=next(ids)), shares, last_used))
+    best = None
+    for ended in subsets(candidates):
+        freed = [device.without_shares([share for each in ended for share in each.shares]) for device in booked]
+        if plan(requests, freed) is not None:
+            price = (
+                len(ended),
+                sum(share.memory_bytes for each in ended for share in each.shares),
+                sorted((each.last_used for each in ended), reverse=True),
+            )
+            best = min(best, price) if best else price
+    found = fewest_to_end(requests, booked, candidates)
+    if found is None:
+        assert best is None
+    else:
+        ended = [each for each in candidates if each.lease_id in found]
+        assert best == (
+            len(found),
+            sum(share.memory_bytes for each in ended for share in each.shares),
+            sorted((each.last_used for each in ended), reverse=True),
+        )
+
+
+def test_what_fits_already_needs_no_end() -> None:
+    device = gpu(0, 80)
+    assert fewest_to_end([one(10)], [device], [lease(1, (device, 10))]) == ()
+
+
+def test_what_cannot_fit_whatever_ends_has_no_set() -> None:
+    device = gpu(0, 80)
+    leases = [lease(1, (device, 50))]
+    assert fewest_to_end([one(81)], carrying([device], leases), leases) is None
+    assert fewest_to_end([one(40)], [gpu(0, 80, 60)], []) is None
+
+
+def test_the_longer_unused_of_two_equal_leases_ends() -> None:
+    device = gpu(0, 80)
+    leases = [lease(1, (device, 40), last_used=5.0), lease(2, (device, 40), last_used=3.0)]
+    assert fewest_to_end([one(40)], carrying([device], leases), leases) == (UUID(int=2),)
+
+
+def test_the_smaller_of_two_sufficient_leases_ends() -> None:
+    device = gpu(0, 80)
+    leases = [lease(1, (device, 50)), lease(2, (device, 30))]
+    assert fewest_to_end([one(20)], carrying([device], leases), leases) == (UUID(int=2),)
+
+
+def test_a_lease_on_two_devices_can_be_the_one_that_suffices() -> None:
+    left, right = gpu(0, 80), gpu(1, 80)
+    leases = [lease(1, (left, 80)), lease(2, (right, 40)), lease(3, (right, 40))]
+    assert fewest_to_end([one(60)], carrying([left, right], leases), leases) == (UUID(int=1),)
+    both = [lease(1, (left, 40)), lease(2, (right, 40)), lease(3, (left, 40), (right, 40))]
+    assert fewest_to_end([group(0, 2, 2, each=40)], carrying([left, right], both), both) == (UUID(int=3),)
+
+
+def test_among_hundreds_of_leases_the_set_is_still_the_smallest_on_one_device() -> None:
+    devices = [gpu(index, 10_000) for index in range(8)]
+    numbers = count(1)
+    leases = [lease(next(numbers), (device, 10 + place)) for device in devices for place in range(60)]
+    large = [lease(next(numbers), (devices[5], 2_000)), lease(next(numbers), (devices[5], 3_000))]
+    filler = [lease(0, (device, device.capacity_bytes - 2_370)) for device in devices if device is not devices[5]]
+    booked = carrying(devices, [*leases, *large, *filler])
+    found = fewest_to_end([one(7_500)], booked, [*leases, *large])
+    assert found is not None
+    assert set(found) == {each.lease_id for each in large}

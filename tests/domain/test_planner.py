@@ -1,0 +1,234 @@
+"""The laws of placing: compared with brute force on small fleets, and with the contract's own examples."""
+
+from __future__ import annotations
+
+from time import process_time
+
+import pytest
+from fleets import GB, any_request, booked_devices, every_plan, feasible, gpu, group, one, sequences, ways
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jayrun.domain.devices import Backend, BookedDevice, Device, DeviceState, Share
+from jayrun.domain.planner import Granted, Impossible, Unavailable, judge, plan
+from jayrun.domain.requests import Request
+from jayrun.domain.search import Search
+from jayrun.domain.units import gigabytes_to_bytes
+
+many = settings(max_examples=400, deadline=None)
+
+
+def by_the_rule(request: Request, devices: list[BookedDevice]) -> tuple[Share, ...] | None:
+    """The contract's greedy rule, word by word: best fit, largest share first, lowest host index on ties."""
+    for count in request.counts():
+        unused, taken = list(devices), []
+        for memory_bytes in request.shares(count):
+            able = [
+                device
+                for device in unused
+                if device.state is DeviceState.ONLINE
+                and device.kind is request.device
+                and request.backend in device.backends
+                and request.device_id in (None, device.host_index)
+                and device.capacity_bytes - device.reserved_bytes >= memory_bytes
+                and not device.exclusive
+                and (device.share_count == 0 or not (request.exclusive or device.exclusive_only))
+            ]
+            if not able:
+                break
+            best = min(able, key=lambda device: (device.capacity_bytes - device.reserved_bytes, device.host_index))
+            unused.remove(best)
+            taken.append(Share(best.id, best.host_index, memory_bytes, request.exclusive or best.exclusive_only))
+        else:
+            return tuple(sorted(taken, key=lambda share: share.host_index))
+    return None
+
+
+@many
+@given(any_request(), booked_devices(5))
+def test_one_request_is_placed_exactly_by_the_rule(request: Request, devices: list[BookedDevice]) -> None:
+    expected = by_the_rule(request, devices)
+    assert plan([request], devices) == (None if expected is None else (expected,))
+
+
+@many
+@given(any_request(), booked_devices(5))
+def test_the_search_for_sets_begins_with_the_rule_for_one(request: Request, devices: list[BookedDevice]) -> None:
+    assert next(Search([request], devices).plans(), None) == plan([request], devices)
+
+
+@many
+@given(sequences(), booked_devices())
+def test_a_set_is_placed_exactly_when_there_is_a_way(requests: list[Request], devices: list[BookedDevice]) -> None:
+    found = plan(requests, devices)
+    assert (found is not None) == feasible(requests, devices)
+    if found is not None:
+        everything = {
+            tuple(tuple(sorted(shares, key=lambda share: share.host_index)) for shares in way)
+            for way, _ in every_plan(requests, devices)
+        }
+        assert found in everything
+
+
+@many
+@given(any_request(), booked_devices())
+def test_the_count_is_the_first_feasible_one_in_the_asked_order(request: Request, devices: list[BookedDevice]) -> None:
+    counts = {len(shares) for shares, _ in ways(request, devices)}
+    found = plan([request], devices)
+    assert (None if found is None else len(found[0])) == next((n for n in request.counts() if n in counts), None)
+
+
+@many
+@given(sequences(), booked_devices(3))
+def test_the_verdict_is_that_of_brute_force(requests: list[Request], devices: list[BookedDevice]) -> None:
+    declared = [device.as_declared() for device in devices]
+    verdict = judge(requests, devices)
+    if feasible(requests, devices):
+        assert verdict == Granted(plan(requests, devices))
+    elif feasible(requests, declared):
+        assert verdict == Unavailable()
+    else:
+        assert isinstance(verdict, Impossible)
+        assert all(f"{device.kind} {device.host_index}: " in verdict.reason for device in devices)
+        assert all(request.describe() in verdict.reason for request in requests)
+
+
+@many
+@given(sequences(2), sequences(2), booked_devices(3))
+def test_what_is_recorded_decides_whether_it_is_impossible(
+    requests: list[Request], before: list[Request], devices: list[BookedDevice]
+) -> None:
+    verdict = judge(requests, devices, [*before, *requests])
+    possible = feasible([*before, *requests], [device.as_declared() for device in devices])
+    assert isinstance(verdict, Granted) == feasible(requests, devices)
+    assert isinstance(verdict, Impossible) == (not possible and not feasible(requests, devices))
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences(), booked_devices(), st.randoms())
+def test_the_order_in_which_devices_are_given_decides_nothing(
+    requests: list[Request], devices: list[BookedDevice], random: object
+) -> None:
+    shuffled = list(devices)
+    random.shuffle(shuffled)
+    assert plan(requests, devices) == plan(requests, shuffled)
+
+
+@pytest.mark.parametrize("parts", range(1, 65))
+@pytest.mark.parametrize("capacity_gb", [80, 46.068, 24, 0.3])
+def test_equal_parts_of_a_device_always_pack(parts: int, capacity_gb: float) -> None:
+    device = gpu(0, gigabytes_to_bytes(capacity_gb, "capacity"))
+    share = one(gigabytes_to_bytes(capacity_gb / parts, "part"))
+    assert plan([share] * parts, [device]) is not None
+
+
+def test_float_noise_is_not_capacity() -> None:
+    device = gpu(0, gigabytes_to_bytes(0.3, "capacity"))
+    assert plan([one(gigabytes_to_bytes(0.1 + 0.2, "memory_gb"))], [device]) is not None
+
+
+def test_24_times_2000_mb_do_not_fit_46068_mb() -> None:
+    verdict = judge([one(2 * GB)] * 24, [gpu(0, 46_068_000_000)])
+    assert isinstance(verdict, Impossible)
+    assert "24 x cuda(memory_gb=2)" in verdict.reason
+    assert "48 GB" in verdict.reason
+    assert "gpu 0: 46.068 GB, cuda" in verdict.reason
+    assert plan([one(2 * GB)] * 23, [gpu(0, 46_068_000_000)]) is not None
+
+
+def test_the_group_of_the_documentation_gets_four_devices_when_it_can() -> None:
+    wanted = group(8 * GB, 2, 4, each=GB, prefer_max_devices=True)
+    (shares,) = plan([wanted], [gpu(index) for index in range(6)])
+    assert [(share.host_index, share.memory_bytes) for share in shares] == [(index, 3 * GB) for index in range(4)]
+    (shares,) = plan([wanted], [gpu(3), gpu(1), gpu(2, 4 * GB)])
+    assert [(share.host_index, share.memory_bytes) for share in shares] == [
+        (1, 3_666_666_667),
+        (2, 3_666_666_667),
+        (3, 3_666_666_666),
+    ]
+    assert plan([wanted], [gpu(0)]) is None
+
+
+def test_best_fit_takes_the_tightest_device_and_on_ties_the_lowest_index() -> None:
+    devices = [gpu(0, reserved_bytes=10 * GB), gpu(2, reserved_bytes=70 * GB), gpu(1, reserved_bytes=70 * GB)]
+    assert plan([one(2 * GB)], devices) == ((Share(101, 1, 2 * GB, False),),)
+    assert plan([one(11 * GB)], devices) == ((Share(100, 0, 11 * GB, False),),)
+
+
+def test_an_exclusive_request_wants_a_device_without_any_lease_even_of_zero_bytes() -> None:
+    busy = gpu(0, share_count=1)
+    assert plan([one(GB, exclusive=True)], [busy]) is None
+    assert plan([one(0, exclusive=True)], [busy, gpu(1)]) == ((Share(101, 1, 0, True),),)
+    assert plan([one(GB)], [gpu(0, share_count=1, exclusive=True)]) is None
+
+
+def test_an_exclusive_only_device_makes_every_share_exclusive() -> None:
+    device = gpu(0, exclusive_only=True)
+    assert plan([one(GB)], [device]) == ((Share(100, 0, GB, True),),)
+    assert plan([one(GB), one(GB)], [device]) is None
+
+
+def test_an_exclusive_request_still_needs_its_memory() -> None:
+    assert isinstance(judge([one(81 * GB, exclusive=True)], [gpu(0)]), Impossible)
+
+
+def test_a_device_with_more_reserved_than_it_has_takes_nothing() -> None:
+    lowered = gpu(0, 10, reserved_bytes=20, share_count=2)
+    assert plan([group(1, 1, 1)], [lowered]) is None
+    assert judge([one(10)], [lowered]) == Unavailable()
+    assert isinstance(judge([one(11)], [lowered]), Impossible)
+
+
+@pytest.mark.parametrize("state", [DeviceState.DRAINING, DeviceState.OFFLINE])
+def test_what_is_not_online_takes_nothing_but_counts_as_declared(state: DeviceState) -> None:
+    assert judge([one(GB)], [gpu(0, state=state)]) == Unavailable()
+    assert isinstance(judge([one(81 * GB)], [gpu(0, state=state)]), Impossible)
+
+
+def test_a_set_backs_off_from_its_first_choice() -> None:
+    # The group would rather have both devices, but one must be left for the exclusive request, and not the pinned one.
+    requests = [group(4, 1, 2, prefer_max_devices=True), one(1, exclusive=True), one(6, device_id=1)]
+    placed = plan(requests, [gpu(0, 10), gpu(1, 10)])
+    assert placed == ((Share(101, 1, 4, False),), (Share(100, 0, 1, True),), (Share(101, 1, 6, False),))
+
+
+def test_nothing_asked_is_granted() -> None:
+    assert judge([], []) == Granted(())
+
+
+def test_a_host_without_devices_can_never_serve() -> None:
+    verdict = judge([one(GB)], [])
+    assert isinstance(verdict, Impossible)
+    assert verdict.reason == "cuda(memory_gb=1) can never be placed: no device is declared here"
+
+
+def test_a_search_that_is_given_up_never_says_impossible() -> None:
+    # The bytes would suffice, three pieces for most devices; to find or to exclude a way takes very long.
+    devices = [gpu(index, 97 + index) for index in range(8)]
+    requests = [one(size) for size in range(26, 47)]
+    search = Search(requests, devices)
+    started = process_time()
+    assert next(search.plans(), None) is None
+    assert not search.complete
+    assert process_time() - started < 0.5
+    assert judge(requests, devices) == Unavailable()
+
+
+def test_a_sequence_of_many_requests_is_no_deep_recursion() -> None:
+    devices = [gpu(index, 200) for index in range(10)]
+    assert plan([one(1)] * 2_000, devices) is not None
+
+
+def test_a_search_over_many_equal_devices_is_proven_quickly() -> None:
+    # Three groups of 3 exclusive devices on 8: brute force would try billions of ways, all of them alike.
+    verdict = judge([group(0, 3, 3, exclusive=True)] * 3, [gpu(index) for index in range(8)])
+    assert isinstance(verdict, Impossible)
+    assert "9 devices to themselves" in verdict.reason
+
+
+def test_other_kinds_and_backends_are_no_candidates() -> None:
+    devices = [gpu(0, kind=Device.TPU, backends=frozenset({Backend.XLA})), gpu(1, backends=frozenset({Backend.ROCM}))]
+    verdict = judge([one(GB)], devices)
+    assert isinstance(verdict, Impossible)
+    assert "tpu 0: 80 GB, xla: no gpu" in verdict.reason
+    assert "gpu 1: 80 GB, rocm: no cuda" in verdict.reason

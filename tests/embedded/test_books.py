@@ -1,0 +1,74 @@
+"""Whose book applies, and the address it is given."""
+
+from __future__ import annotations
+
+import pytest
+from embedded_helpers import ROOT, Room
+from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import make_url
+
+from jayrun import embedded
+from jayrun.embedded.places import Place
+from jayrun.errors import BookUnreachable, ServerError
+from jayrun.settings import Settings
+
+NOBODY_LISTENS = "postgresql://me:secret@127.0.0.1:1/db"
+
+
+def test_a_url_wins_and_is_never_ours_to_start_or_stop(room: Room) -> None:
+    settings = room.settings(JAYRUN_DATABASE_URL=NOBODY_LISTENS)
+    assert embedded.locate(settings) == embedded.Book(NOBODY_LISTENS, "url", False, None)
+    assert embedded.ensure(settings).kind == "url"  # whether it answers, the connection will tell, with the reason
+    with pytest.raises(BookUnreachable, match="JAYRUN_DATABASE_URL"):
+        embedded.up(settings)
+    with pytest.raises(ServerError, match="not jayrun's to stop"):
+        embedded.down(settings)
+    assert not embedded.may_manage(settings)
+    found = embedded.status(settings)
+    assert (found.server_version, found.data_folder, found.log_file) == (None, None, None)
+
+
+def test_a_url_that_answers_is_running(made: Room) -> None:
+    book = embedded.up(made.settings())
+    driver = book.url.replace("postgresql://", "postgresql+psycopg://")
+    settings = made.settings(JAYRUN_DATABASE_URL=driver)
+    assert embedded.up(settings) == embedded.Book(book.url, "url", True, None)
+    assert embedded.status(settings).server_version is not None
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "host=/run dbname=x", "postgresql"])
+def test_what_is_not_a_postgresql_url_is_refused(url: str) -> None:
+    with pytest.raises(ServerError, match="must look like postgresql://"):
+        embedded.locate(Settings(database_url=url))
+
+
+def test_home_then_host_then_private(room: Room) -> None:
+    outside = Settings.load(room.environment)
+    assert embedded.locate(room.settings()).kind == "home"
+    assert embedded.locate(outside).kind == ("host" if ROOT else "private")
+    (room.folder / "state" / "data").mkdir(parents=True)
+    assert embedded.locate(outside).kind == "host"
+    assert embedded.locate(room.settings()).kind == "home"
+
+
+def test_a_home_that_is_a_file_is_an_error_that_says_so(room: Room) -> None:
+    room.home.write_text("")
+    assert not embedded.locate(room.settings()).running
+    with pytest.raises(ServerError, match=str(room.home)):
+        embedded.ensure(room.settings())
+
+
+def test_libpq_and_sqlalchemy_read_the_same_address(room: Room) -> None:
+    place = Place.at("home", room.folder / "a b%&?c")
+    libpq = conninfo_to_dict(place.url())
+    assert libpq == {
+        "user": "jayrun",
+        "dbname": "jayrun",
+        "host": str(place.sockets),
+        "port": "5432",
+        "options": "-cTimeZone=UTC",
+    }
+    parsed = make_url(place.url())
+    assert (parsed.username, parsed.database) == ("jayrun", "jayrun")
+    assert parsed.query["host"] == str(place.sockets)
+    assert parsed.query["port"] == "5432"
