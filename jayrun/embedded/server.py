@@ -129,7 +129,7 @@ def _manages(place: Place) -> bool:
         return False
     except (FileNotFoundError, NotADirectoryError):
         existing = next(folder for folder in (place.root, *place.root.parents) if folder.exists())
-        return os.access(existing, os.W_OK | os.X_OK)
+        return os.access(existing, os.W_OK)
 
 
 def _is_held_down(place: Place) -> bool:

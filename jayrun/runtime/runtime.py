@@ -22,6 +22,7 @@ from jayrun.runtime.retry import FailureMode, RetryPolicy
 from jayrun.runtime.service import Resolution, service_for
 from jayrun.settings import Settings
 from jayrun.store import devices as booked_devices
+from jayrun.store import schema
 
 _ONE_ATTEMPT = RetryPolicy()
 
@@ -57,7 +58,7 @@ class Runtime:
         settings = settings or Settings.load()
         probes.arm_from_settings(settings.probes)
         self._service = service_for(
-            url or ensure(settings).url,
+            url or _own_book(settings),
             host_identity=settings.host_id,
             label=settings.label if label is None else label,
         )
@@ -219,6 +220,14 @@ class Runtime:
         with self._idle:
             self._jobs.discard(job)
             self._idle.notify_all()
+
+
+def _own_book(settings: Settings) -> str:
+    """The URL of the book that the settings name; jayrun's own server is started, and its book made, when needed."""
+    found = ensure(settings)
+    if found.kind != "url":
+        schema.create_if_missing(found.url)
+    return found.url
 
 
 def _wait(job: Job) -> Resolution:

@@ -159,15 +159,15 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> Outcome | None:
         picture = load(gate, asker.host_id, slot)
         probes.reach("reserve.loaded")
         if (known := _known(book, picture, slot)) is not None:
-            gate.rollback()
+            gate.leave()
             return known
         decided = _decide(picture, asker.host_id, waiter)
         if asker.id in decided.impossible:
-            gate.rollback()
+            gate.leave()
             return Impossible(decided.impossible[asker.id])
         own = next((grant for grant in decided.grants if grant.id == asker.id), None)
         if own is None and (not judged or not ask.wait):
-            gate.rollback()
+            gate.leave()
             return Unavailable() if judged else None
         changes = Changes()
         lease_id = None

@@ -72,7 +72,7 @@ def remove(book: Book, host_id: int, *, kind: str, host_index: int) -> None:
         row = gate.execute(_FIND, (host_id, kind, host_index)).fetchone()
         assert row is not None
         if row[1]:
-            gate.rollback()
+            gate.leave()
             raise DeviceInUse(
                 f"device {kind} {host_index} still carries {row[1]} lease(s): "
                 f"`jayrun devices drain {host_index}`, and remove it when `jayrun leases list` shows none on it"
@@ -140,5 +140,5 @@ def _find(gate: Gate, host_id: int, kind: str, host_index: int) -> int:
     if row is not None:
         return int(row[0])
     known = ", ".join(f"{each[0]} {each[1]}" for each in gate.execute(_EXISTING, (host_id,)).fetchall())
-    gate.rollback()
+    gate.leave()
     raise UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")

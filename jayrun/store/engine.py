@@ -23,6 +23,7 @@ _CONNECT = {
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
     "target_session_attrs": "read-write",
+    "hostaddr": "",  # a caller's PGHOSTADDR would send us elsewhere than the URL says
 }
 
 
@@ -92,20 +93,17 @@ def is_lost(error: BaseException) -> bool:
 
 @contextmanager
 def driver_connection(engine: Engine) -> Iterator[PgConnection[Any]]:
-    """The psycopg connection under one of the engine's; a lost one is thrown away, an unclean one is rolled back."""
+    """The psycopg connection under one of the engine's.
+
+    After any exception it is thrown away: behind an aborted pipeline psycopg and the server may disagree about which
+    statements are prepared, and a new connection is cheaper than finding out.
+    """
     checked_out = engine.raw_connection()
     try:
         pg: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
-        try:
-            yield pg
-        except BaseException:
-            if pg.closed or pg.broken:
-                checked_out.invalidate()
-            else:
-                try:
-                    pg.rollback() if pg.pgconn.transaction_status else None
-                except psycopg.Error:
-                    checked_out.invalidate()
-            raise
+        yield pg
+    except BaseException:
+        checked_out.invalidate()
+        raise
     finally:
         checked_out.close()

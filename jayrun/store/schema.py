@@ -62,6 +62,18 @@ def check_revision(connection: Connection) -> None:
     )
 
 
+def create_if_missing(url: str) -> None:
+    """Make the book in a database of jayrun's own that has none; one that exists is left as it is."""
+    engine = connect_engine(url, role="schema")
+    try:
+        with reaching(url), engine.connect() as connection:
+            found = current_revision(connection)
+    finally:
+        engine.dispose()
+    if found is None:
+        upgrade(url)
+
+
 def upgrade(url: str) -> tuple[str | None, str]:
     """Bring the book at `url` to the newest schema and return the revisions (before, after).
 

@@ -452,12 +452,12 @@ CROSS JOIN LATERAL (
                    || ' x ' || q.backend ELSE q.backend END
                || CASE WHEN q.device_id IS NOT NULL THEN ':' || q.device_id ELSE '' END
                || CASE WHEN q.per_device_bytes > 0 THEN
-                   ' ' || trim_scale(round(q.per_device_bytes / 1e9, 3)) || ' GB'
+                   ' ' || trim_scale(q.per_device_bytes * 1e-9) || ' GB'
                    || CASE WHEN q.is_group THEN ' each' ELSE '' END ELSE '' END
                || CASE WHEN q.group_bytes > 0 THEN
-                   ' ' || trim_scale(round(q.group_bytes / 1e9, 3)) || ' GB in all' ELSE '' END
+                   ' ' || trim_scale(q.group_bytes * 1e-9) || ' GB in all' ELSE '' END
                || CASE WHEN q.exclusive THEN ' exclusive' ELSE '' END, ' + ' ORDER BY m.age, q.position) AS asks,
-           array_agg(DISTINCT q.device || '/' || q.backend) AS wanted
+           array_agg(DISTINCT q.device || '/' || q.backend || ':' || coalesce(q.device_id::text, '*')) AS wanted
     FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
     WHERE m.unit_id = w.id AND m.state = 'waiting') r
 LEFT JOIN LATERAL (
@@ -469,7 +469,8 @@ LEFT JOIN LATERAL (
                             || d.share_count || ' lease(s)' END, '; ' ORDER BY d.host_index) AS devices
     FROM jayrun.devices d
     WHERE d.host_id = w.host_id AND d.removed_at IS NULL
-      AND EXISTS (SELECT FROM unnest(d.backends) b WHERE d.kind || '/' || b = ANY (r.wanted))) f ON true
+      AND EXISTS (SELECT FROM unnest(d.backends) b, unnest(ARRAY['*', d.host_index::text]) number
+                  WHERE d.kind || '/' || b || ':' || number = ANY (r.wanted))) f ON true
 WHERE w.state = 'waiting' AND w.id = w.unit_id;
 COMMENT ON VIEW jayrun_audit.queue IS
     'Who waits, in the order of admission per host, for what, and the state of the devices that could serve it';
@@ -487,10 +488,6 @@ UNION ALL
 SELECT 'exclusive share beside another', s.device_id::text, format('%s shares', count(*))
 FROM jayrun.lease_shares s WHERE s.ended_at IS NULL
 GROUP BY s.device_id HAVING bool_or(s.exclusive) AND count(*) > 1
-UNION ALL
-SELECT 'shared lease on a device that is exclusive only', s.lease_id::text, format('device %s', s.device_id)
-FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id
-WHERE s.folded_at IS NULL AND d.exclusive_only AND NOT s.exclusive AND d.share_count > 1
 UNION ALL
 SELECT 'live share of an ended lease', s.lease_id::text, format('device %s', s.device_id)
 FROM jayrun.lease_shares s JOIN jayrun.leases l ON l.id = s.lease_id

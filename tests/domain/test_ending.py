@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 from uuid import UUID
 
+import pytest
 from fleets import any_request, booked_devices, gpu, group, one, sequences, subsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,10 +75,11 @@ def test_what_cannot_fit_whatever_ends_has_no_set() -> None:
     assert fewest_to_end([one(40)], [gpu(0, 80, 60)], []) is None
 
 
-def test_the_longer_unused_of_two_equal_leases_ends() -> None:
+@pytest.mark.parametrize("used", [(5.0, 3.0), (3.0, 5.0)])
+def test_the_longer_unused_of_two_equal_leases_ends(used: tuple[float, float]) -> None:
     device = gpu(0, 80)
-    leases = [lease(1, (device, 40), last_used=5.0), lease(2, (device, 40), last_used=3.0)]
-    assert fewest_to_end([one(40)], carrying([device], leases), leases) == (UUID(int=2),)
+    leases = [lease(number, (device, 40), last_used=used[number]) for number in range(2)]
+    assert fewest_to_end([one(40)], carrying([device], leases), leases) == (UUID(int=used.index(3.0)),)
 
 
 def test_the_smaller_of_two_sufficient_leases_ends() -> None:
@@ -97,10 +99,25 @@ def test_a_lease_on_two_devices_can_be_the_one_that_suffices() -> None:
 def test_among_hundreds_of_leases_the_set_is_still_the_smallest_on_one_device() -> None:
     devices = [gpu(index, 10_000) for index in range(8)]
     numbers = count(1)
-    leases = [lease(next(numbers), (device, 10 + place)) for device in devices for place in range(60)]
-    large = [lease(next(numbers), (devices[5], 2_000)), lease(next(numbers), (devices[5], 3_000))]
+    large = [lease(next(numbers), (devices[5], size)) for size in (1_000, 1_500, 2_500)]
+    small = [lease(next(numbers), (device, 10 + place)) for device in devices for place in range(60)]
     filler = [lease(0, (device, device.capacity_bytes - 2_370)) for device in devices if device is not devices[5]]
-    booked = carrying(devices, [*leases, *large, *filler])
-    found = fewest_to_end([one(7_500)], booked, [*leases, *large])
-    assert found is not None
-    assert set(found) == {each.lease_id for each in large}
+    booked = carrying(devices, [*large, *small, *filler])
+    assert set(fewest_to_end([one(7_600)], booked, [*large, *small])) == {each.lease_id for each in large}
+
+
+def test_among_hundreds_of_leases_no_member_of_the_set_is_too_many() -> None:
+    devices = [gpu(index, 1_000) for index in range(8)]
+    leases = [
+        lease(8 * place + index, (device, 10 + (7 * place + 3 * index) % 11), (devices[index - 1], 5))
+        for place in range(40)
+        for index, device in enumerate(devices)
+    ]
+    booked = carrying(devices, leases)
+    wanted = [group(0, 3, 3, each=600), one(300)]
+    found = fewest_to_end(wanted, booked, leases)
+    ended = [each for each in leases if each.lease_id in found]
+    for spared in [None, *ended]:
+        shares = [share for each in ended if each is not spared for share in each.shares]
+        freed = [device.without_shares(shares) for device in booked]
+        assert (plan(wanted, freed) is not None) == (spared is None)

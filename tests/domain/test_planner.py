@@ -70,6 +70,26 @@ def test_a_set_is_placed_exactly_when_there_is_a_way(requests: list[Request], de
         assert found in everything
 
 
+@st.composite
+def tight(draw: st.DrawFn) -> tuple[list[Request], list[BookedDevice]]:
+    """Many small requests for few empty devices, often with but one way to pack them, or just none."""
+    sizes = st.integers(2, 5)
+    devices = [gpu(index, draw(st.integers(4, 9))) for index in range(draw(st.integers(2, 3)))]
+    devices += [gpu(9, draw(st.integers(4, 9)), exclusive_only=True)] * draw(st.integers(0, 1))
+    singles = st.builds(one, sizes, device_id=st.sampled_from([None, None, None, 0, 1]))
+    alone = st.builds(one, st.integers(0, 9), exclusive=st.just(True))
+    pairs = st.builds(group, st.integers(1, 9), st.integers(1, 2), st.just(2), prefer_max_devices=st.booleans())
+    requests = draw(st.lists(st.one_of(singles, singles, alone, pairs), min_size=2, max_size=5))
+    return requests, devices
+
+
+@settings(max_examples=1_000, deadline=None)
+@given(tight())
+def test_a_tight_set_is_packed_exactly_when_it_can_be(case: tuple[list[Request], list[BookedDevice]]) -> None:
+    requests, devices = case
+    assert (plan(requests, devices) is not None) == feasible(requests, devices)
+
+
 @many
 @given(any_request(), booked_devices())
 def test_the_count_is_the_first_feasible_one_in_the_asked_order(request: Request, devices: list[BookedDevice]) -> None:
@@ -219,11 +239,27 @@ def test_a_sequence_of_many_requests_is_no_deep_recursion() -> None:
     assert plan([one(1)] * 2_000, devices) is not None
 
 
-def test_a_search_over_many_equal_devices_is_proven_quickly() -> None:
-    # Three groups of 3 exclusive devices on 8: brute force would try billions of ways, all of them alike.
-    verdict = judge([group(0, 3, 3, exclusive=True)] * 3, [gpu(index) for index in range(8)])
-    assert isinstance(verdict, Impossible)
-    assert "9 devices to themselves" in verdict.reason
+@pytest.mark.parametrize(
+    ("requests", "devices"),
+    [
+        pytest.param([group(0, 4, 4, exclusive=True)] * 4, [gpu(index) for index in range(15)], id="equal devices"),
+        pytest.param([one(10)] * 17, [gpu(index, 24) for index in range(8)], id="equal requests"),
+        pytest.param([one(10)] * 17, [gpu(index, 22 + index) for index in range(8)], id="unequal devices"),
+    ],
+)
+def test_what_looks_alike_is_tried_once(requests: list[Request], devices: list[BookedDevice]) -> None:
+    # Tried one by one, these are billions of ways; the bytes alone would suffice.
+    started = process_time()
+    assert isinstance(judge(requests, devices), Impossible)
+    assert process_time() - started < 0.5
+
+
+def test_a_group_with_too_few_devices_is_not_tried_in_every_way() -> None:
+    # 10 large shares fit 19 devices in 92,378 ways, but there is never a twentieth device for the last small one.
+    devices = [gpu(index, 100) for index in range(19)] + [gpu(19 + index, 1) for index in range(9)]
+    started = process_time()
+    assert judge([group(20 * 50 + 10, 20, 20), one(1)], devices) != Unavailable()
+    assert process_time() - started < 0.5
 
 
 def test_other_kinds_and_backends_are_no_candidates() -> None:

@@ -229,6 +229,31 @@ def test_each_who_had_enough_has_its_own_target() -> None:
     assert {share.host_index for share in shares_of(admission)} == {2}
 
 
+def test_two_that_have_enough_at_the_same_grant_both_get_their_target() -> None:
+    waiters = [*(waiter(age, one(80), bypassed=15) for age in range(2)), *(waiter(9 + age, one(1)) for age in range(9))]
+    admission = admit(waiters, {1: [gpu(0, 80, 10), gpu(1, 80, 20)]}, bypass_limit=16, batch=99)
+    assert granted(admission) == [9]
+
+
+def test_two_never_get_one_target() -> None:
+    waiters = [*(waiter(age, one(0, exclusive=True), bypassed=16) for age in range(2)), waiter(9, one(1))]
+    assert granted(admit(waiters, {1: [gpu(0, 80, 1), gpu(1, 80, 50)]}, bypass_limit=16, batch=99)) == []
+    assert granted(admit(waiters[1:], {1: [gpu(0, 80, 1), gpu(1, 80, 50)]}, bypass_limit=16, batch=99)) == [9]
+
+
+def test_a_waiter_is_counted_from_its_own_place_in_the_line() -> None:
+    waiters = [
+        waiter(1, one(70)),
+        *(waiter(age, one(1)) for age in (2, 3)),
+        waiter(4, one(70), bypassed=14),
+        *(waiter(age, one(1)) for age in (5, 6, 7)),
+    ]
+    admission = admit(waiters, {1: [gpu(0, 80, 20)]}, bypass_limit=16, batch=99)
+    assert granted(admission) == [2, 3, 5, 6]
+    assert times_bypassed(waiters[0], admission.bypasses) == 4
+    assert times_bypassed(waiters[3], admission.bypasses) == 2
+
+
 def test_an_older_waiter_of_lower_priority_gets_its_target_though_its_shape_was_just_refused() -> None:
     waiters = [waiter(5, one(80), priority=1), waiter(1, one(80), bypassed=16), waiter(6, one(1))]
     admission = admit(waiters, {1: [gpu(0, 80, 10)]}, bypass_limit=16, batch=9)
@@ -239,6 +264,8 @@ def test_the_target_lies_on_the_host_with_the_least_to_free() -> None:
     fleet = {1: [gpu(0, 80, 60)], 2: [gpu(0, 80, 10, host_id=2)]}
     waiters = [waiter(1, one(80), hosts=(1, 2), bypassed=16), waiter(2, one(5)), waiter(3, one(5), hosts=(2,))]
     assert granted(admit(waiters, fleet, bypass_limit=16, batch=9)) == [2]
+    equal = {1: [gpu(0, 80, 60)], 2: [gpu(0, 80, 60, host_id=2)]}
+    assert granted(admit(waiters, equal, bypass_limit=16, batch=9)) == [3]
 
 
 def test_nothing_is_kept_while_only_a_person_could_help() -> None:

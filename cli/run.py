@@ -1,0 +1,150 @@
+"""`jayrun run`: give a command its turn on the devices of this host."""
+
+from __future__ import annotations
+
+import errno
+import re
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from jayrun.domain.devices import Backend, Device
+from jayrun.domain.requests import Request
+from jayrun.domain.units import format_bytes
+from jayrun.errors import BookUnreachable, JayrunError, PlacementImpossible, PlacementTimeout
+from jayrun.settings import Settings
+from jayrun.store.transactions import Book
+
+OWN_FAILURE = 120
+"""Added to the exit code of a failure of jayrun's own, so that it is told apart from the command's."""
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGUMENTS]", help="The command, after `--`.")],
+    gpus: Annotated[str, typer.Option(metavar="N|MIN-MAX", help="How many GPUs, all of them or none.")] = "1",
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(help="Decimal gigabytes on each GPU. Without it the GPUs are exclusive."),
+    ] = None,
+    exclusive: Annotated[bool, typer.Option("--exclusive", help="No other lease on these GPUs.")] = False,
+    device_id: Annotated[int | None, typer.Option(help="This GPU of the host and no other (one GPU only).")] = None,
+    priority: Annotated[int, typer.Option(help="Higher is served first.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of waiting.")] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Give up at once when nothing is free.")] = False,
+    label: Annotated[str, typer.Option(help="Free text shown beside the lease.")] = "",
+) -> None:
+    """Run COMMAND on GPUs of this host when they are free, with CUDA_VISIBLE_DEVICES set to them.
+
+    The lease lives as long as the command, also when jayrun itself is killed. Exit code: the command's own (128 +
+    signal); 120 + jayrun's code for failures of jayrun (122 usage, 123 impossible, 124 timed out waiting, 125 database
+    not reachable, 121 other); 126 and 127 when the command cannot be executed.
+    """
+    from jayrun.runtime.command import CannotExecute, PausedChild, Terms, run_command
+
+    try:
+        request = _request(gpus, memory_gb, exclusive, device_id)
+        seconds = _seconds(timeout, no_wait)
+    except (TypeError, ValueError) as error:
+        raise _failure(error, 2) from None
+    settings = Settings.load()
+    child = PausedChild(command)  # forked before any connection or thread exists
+    try:
+        book, host_id = _open_book(settings)
+        terms = Terms(request=request, priority=priority, timeout_seconds=seconds, label=label or settings.label)
+        code = run_command(child, book, host_id, terms, command=command, waiting=_Progress(book, request))
+    except CannotExecute as error:
+        typer.echo(f"jayrun: {error}", err=True)
+        raise typer.Exit(127 if error.errno == errno.ENOENT else 126) from None
+    except PlacementImpossible as error:
+        raise _failure(error, 3) from None
+    except PlacementTimeout as error:
+        raise _failure(error, 4) from None
+    except BookUnreachable as error:
+        raise _failure(error, 5) from None
+    except JayrunError as error:
+        raise _failure(error, 1) from None
+    finally:
+        child.dismiss()
+    raise typer.Exit(code)
+
+
+def _request(gpus: str, memory_gb: float | None, exclusive: bool, device_id: int | None) -> Request:
+    """The request that the options mean. Raises ValueError naming the option."""
+    counts = re.fullmatch(r"(\d+)(?:-(\d+))?", gpus)
+    if counts is None:
+        raise ValueError(f"--gpus must be a number or MIN-MAX, but is {gpus!r}")
+    fewest, most = int(counts[1]), int(counts[2] or counts[1])
+    alone = exclusive or memory_gb is None
+    if most == 1 and fewest == 1:
+        return Request.single(
+            device=Device.GPU, backend=Backend.CUDA, memory_gb=memory_gb or 0, exclusive=alone, device_id=device_id
+        )
+    if device_id is not None:
+        raise ValueError(f"--device-id names one GPU, but --gpus is {gpus}")
+    return Request.of_group(
+        device=Device.GPU,
+        backend=Backend.CUDA,
+        per_device_memory_gb=memory_gb or 0,
+        min_devices=fewest,
+        max_devices=most,
+        prefer_max_devices=most > fewest,
+        exclusive=alone,
+    )
+
+
+def _seconds(timeout: float | None, no_wait: bool) -> float | None:
+    if no_wait and timeout is not None:
+        raise ValueError(f"--no-wait and --timeout {timeout:g} exclude each other")
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"--timeout must be 0 or more seconds, but is {timeout}")
+    return 0 if no_wait else timeout
+
+
+def _open_book(settings: Settings) -> tuple[Book, int]:
+    from jayrun.store.holders import attest_host
+
+    from .book import open_book
+
+    book = open_book(settings, start=True)
+    host_id = attest_host(book, settings.host_id)
+    book.patience_seconds = 30.0
+    return book, host_id
+
+
+def _failure(error: BaseException, code: int) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(OWN_FAILURE + code)
+
+
+class _Progress:
+    """Says on standard error, when it has changed, at which place the command waits and who holds what."""
+
+    def __init__(self, book: Book, request: Request) -> None:
+        self._book = book
+        self._request = request
+        self._said = ""
+
+    def __call__(self, execution_id: UUID) -> None:
+        from jayrun.store import audit
+
+        queue = audit.queue(self._book)
+        mine = next((row for row in queue if row["execution_id"] == execution_id), None)
+        if mine is None:
+            return
+        behind = [row for row in queue if row["host_id"] == mine["host_id"]]
+        held = [_held(row) for row in audit.leases(self._book) if row["host_id"] == mine["host_id"]]
+        shown = held[:5] + ([f"and {len(held) - 5} more"] if len(held) > 5 else [])
+        text = f"jayrun: waiting for {mine['asks']}, place {mine['position']} of {len(behind)}; held: " + (
+            "; ".join(shown) or "nothing"
+        )
+        if text != self._said:
+            typer.echo(text, err=True)
+            self._said = text
+
+
+def _held(row: dict[str, object]) -> str:
+    devices = row["device_ids"]
+    names = ",".join(map(str, devices)) if isinstance(devices, list) else "?"
+    amount = "exclusive" if row["exclusive"] else format_bytes(int(str(row["memory_bytes"])))
+    return f"gpu {names} {amount} by {row['user']} (pid {row['pid']}, {row['execution']})"

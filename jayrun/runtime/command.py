@@ -1,0 +1,289 @@
+"""A wrapped command: a paused child becomes the holder, waits its turn, and is let go with its devices in the environment.
+
+The child itself holds the lease, known to the book by pid and start ticks, which exec keeps. So the lease lives as long
+as the command, also when this parent is killed; and a child whose parent is killed before its turn ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, assert_never
+from uuid import UUID
+
+import psycopg
+
+from jayrun import kernel, probes
+from jayrun.domain.devices import Backend
+from jayrun.domain.lifecycle import ExecutionState
+from jayrun.domain.requests import Request
+from jayrun.errors import BookError, PlacementCancelled, PlacementImpossible, PlacementTimeout
+from jayrun.store import admission, executions, holders, leases
+from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
+from jayrun.store.ids import new_id
+from jayrun.store.leases import Lease
+from jayrun.store.transactions import Book
+
+BEAT_SECONDS = 10.0
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+_FOR_THE_CHILD_ALONE = (signal.SIGINT, signal.SIGQUIT)  # the terminal sends these to both; the child answers them
+
+
+class CannotExecute(Exception):
+    """The command could not be executed; `errno` says why."""
+
+    def __init__(self, command: str, errno: int) -> None:
+        super().__init__(f"{command}: {os.strerror(errno)}")
+        self.errno = errno
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which terms a command waits: `timeout_seconds` None means for ever, 0 not at all."""
+
+    request: Request
+    priority: int = 0
+    timeout_seconds: float | None = None
+    label: str = ""
+
+
+class PausedChild:
+    """A child of this process that waits on a pipe before it executes `command`. Fork it before anything is opened."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        go_reader, self._go = os.pipe()
+        self._failed, failed_writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._go)
+            os.close(self._failed)
+            _execute_when_told(self._command, go_reader, failed_writer)
+        os.close(go_reader)
+        os.close(failed_writer)
+        self.pidfd = os.pidfd_open(self.pid)
+        self._status: int | None = None
+
+    def execute(self, environment: dict[str, str]) -> None:
+        """Let it go. Raises `CannotExecute`; after that the child is gone."""
+        with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile; its status tells
+            os.write(self._go, json.dumps(environment).encode())
+        os.close(self._go)
+        self._go = -1
+        with os.fdopen(self._failed, "rb") as failed:
+            errno = failed.read()
+        if errno:
+            self.wait()
+            raise CannotExecute(self._command[0], int(errno))
+
+    def ended(self, timeout_seconds: float) -> bool:
+        """Whether it has ended, waiting for that up to `timeout_seconds`."""
+        return bool(select.select([self.pidfd], [], [], timeout_seconds)[0])
+
+    def wait(self) -> int:
+        """Its exit code, 128 + the signal's number if a signal ended it; waits for the end."""
+        if self._status is None:
+            _, status = os.waitpid(self.pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            self._status = 128 - code if code < 0 else code
+        return self._status
+
+    def dismiss(self) -> None:
+        """End it before it was told to go."""
+        if self._go >= 0:
+            os.close(self._go)  # the end of the pipe is its sign to leave
+            self._go = -1
+        self.wait()
+
+
+def run_command(
+    child: PausedChild,
+    book: Book,
+    host_id: int,
+    terms: Terms,
+    *,
+    command: Sequence[str],
+    waiting: Callable[[UUID], None],
+) -> int:
+    """Give `child` its turn and stay until it has ended; returns its exit code (128 + signal).
+
+    `waiting(execution id)` is called now and then while it waits. Raises `PlacementImpossible`, `PlacementTimeout`,
+    `CannotExecute` and the book's errors; then the child is gone and nothing is left in the book.
+    """
+    kernel.become_subreaper()
+    with _signals_for(child):
+        who = kernel.incarnation(child.pid)
+        text = " ".join(command)[:200]
+        holder = holders.register(book, host_id, role="command", label=terms.label, command=text, incarnation=who)
+        execution_id = new_id()
+        execution = Execution(
+            id=execution_id,
+            kind="command",
+            name=os.path.basename(command[0]),
+            host_id=host_id,
+            holder_id=holder.id,
+            unit_id=execution_id,
+            priority=terms.priority,
+        )
+        try:
+            lease = _turn(child, book, execution, terms, waiting)
+            if lease is not None:
+                probes.reach("command.granted")
+                child.execute(_environment(terms.request, lease))
+                _stay(child, book, holder)
+        except BaseException:
+            child.dismiss()
+            holders.leave(book, holder)
+            _hand_on(book, host_id)
+            raise
+        code = child.wait()
+        _report(book, holder, execution_id, lease, code)
+        return code
+
+
+def _turn(
+    child: PausedChild, book: Book, execution: Execution, terms: Terms, waiting: Callable[[UUID], None]
+) -> Lease | None:
+    """The lease, once it is there; None when the child was ended while it waited."""
+    member = Member(execution=execution, invocation=1, recorded=(terms.request,))
+    outcome = admission.reserve(book, Ask(asker=member, position=0, wait=terms.timeout_seconds != 0))
+    match outcome:
+        case Granted(lease):
+            return lease
+        case Parked():
+            return _wait_for_turn(child, book, execution, terms, waiting)
+        case Unavailable():
+            raise PlacementTimeout(f"{terms.request.describe()} is not available now, and it was told not to wait")
+        case Impossible(reason):
+            raise PlacementImpossible(reason)
+        case Ended(state):
+            raise PlacementCancelled(f"the execution is {state} in the book")
+        case _:
+            assert_never(outcome)
+
+
+def _wait_for_turn(
+    child: PausedChild, book: Book, execution: Execution, terms: Terms, waiting: Callable[[UUID], None]
+) -> Lease | None:
+    give_up_at = None if terms.timeout_seconds is None else time.monotonic() + terms.timeout_seconds
+    tick_seconds = book.tick_seconds()
+    with book.listen() as listener:
+        while True:
+            told, woken = executions.news(book, [execution.id])
+            for news in told:
+                if news.state is ExecutionState.ADMITTED:
+                    if (claimed := executions.claim(book, execution.id)) is not None:
+                        return claimed.leases[0]
+                elif (news.failure or {}).get("type") == "PlacementImpossible":
+                    raise PlacementImpossible(str((news.failure or {}).get("message")))
+                else:
+                    raise PlacementCancelled(f"the execution was {news.state.value} while it waited")
+            if woken:
+                admission.combine(book, execution.host_id)
+                continue
+            waiting(execution.id)
+            left = None if give_up_at is None else give_up_at - time.monotonic()
+            if left is not None and left <= 0:
+                failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
+                if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
+                    raise PlacementTimeout(f"waited {terms.timeout_seconds:g} s for {terms.request.describe()}")
+                continue
+            _sleep(child, listener, tick_seconds if left is None else min(left, tick_seconds))
+            if child.ended(0):  # Ctrl-C, or a signal that was passed on
+                return None
+            if not listener.closed:
+                for _ in listener.notifies(timeout=0):
+                    pass
+
+
+def _sleep(child: PausedChild, listener: psycopg.Connection[Any], seconds: float) -> None:
+    select.select([child.pidfd, listener.fileno()], [], [], seconds)
+
+
+def _stay(child: PausedChild, book: Book, holder: holders.Holder) -> None:
+    """Until the command ends, showing life for it now and then; what the book misses meanwhile does no harm."""
+    while not child.ended(BEAT_SECONDS):
+        with contextlib.suppress(BookError):
+            holders.beat(book, holder)
+        _reap_orphans(child)
+
+
+def _reap_orphans(child: PausedChild) -> None:
+    """Descendants that the command left behind became children of this process; their ends are collected."""
+    while True:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None or ended.si_pid == child.pid:
+            return
+        os.waitpid(ended.si_pid, 0)
+
+
+def _report(book: Book, holder: holders.Holder, execution_id: UUID, lease: Lease | None, code: int) -> None:
+    """Tell the book how it ended. If the book cannot be told, any pass of the host sees that the child is gone."""
+    try:
+        if lease is not None:
+            state = ExecutionState.SUCCEEDED if code == 0 else ExecutionState.FAILED
+            failure = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
+            leases.release(book, holder.host_id, holder.id, [(lease.id, lease.epoch)])
+            executions.finish(book, execution_id, state=state, failure=failure)
+        holders.leave(book, holder)
+        _hand_on(book, holder.host_id)
+    except BookError as error:
+        print(f"jayrun: the command has ended, but the book could not be told yet: {error}", file=sys.stderr)
+
+
+def _hand_on(book: Book, host_id: int) -> None:
+    if leases.anybody_waits(book, host_id):
+        admission.combine(book, host_id)
+
+
+def _environment(request: Request, lease: Lease) -> dict[str, str]:
+    """What tells the command which devices are its own: UUIDs where all are known, else numbers in PCI order."""
+    variables = {"JAYRUN_LEASE": str(lease.id)}
+    if request.backend is Backend.CUDA:
+        uuids = [share.device_uuid for share in lease.shares]
+        names = [name for name in uuids if name is not None]
+        if len(names) < len(uuids):
+            names = [str(share.host_index) for share in lease.shares]
+        variables |= {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return variables
+
+
+@contextmanager
+def _signals_for(child: PausedChild) -> Iterator[None]:
+    """While the child lives: what ends a service goes on to it, what the terminal sends is left to it."""
+
+    def forward(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child.pidfd, number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before |= {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_CHILD_ALONE}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -> NoReturn:
+    """In the child: default signals, wait for the environment, become the command. Never returns."""
+    try:
+        for number in (*_FORWARDED, *_FOR_THE_CHILD_ALONE, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        with os.fdopen(go_reader, "rb") as go:
+            told = go.read()
+        if told:
+            os.environ.update(json.loads(told))
+            os.execvp(command[0], command)
+    except OSError as error:
+        os.write(failed_writer, str(error.errno).encode())
+    finally:
+        os._exit(127)
