@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -41,7 +40,6 @@ HOST = "benchmark"
 DEVICES = [RuntimeDevice(Device.GPU, [Backend.CUDA], number, memory_limit_gb=1000) for number in range(8)]
 REQUEST = Request.single(device=Device.GPU, backend=Backend.CUDA, memory_gb=1)
 WARM_CYCLES = 20
-TARGETS = {"ratio": 0.7, "most_to_least_served": 1.5, "aborts_per_success": 0.01}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,9 @@ class _Client:
             unit_id=execution_id,
         )
         asked_at = time.perf_counter()
-        outcome = reserve(self.book, Ask(asker=Member(execution=execution, invocation=1, recorded=(REQUEST,)), position=0))
+        outcome = reserve(
+            self.book, Ask(asker=Member(execution=execution, invocation=1, recorded=(REQUEST,)), position=0)
+        )
         took = time.perf_counter() - asked_at
         assert isinstance(outcome, Granted), outcome
         release(self.book, self.holder.host_id, self.holder.id, [(outcome.lease.id, outcome.lease.epoch)])
@@ -101,46 +101,151 @@ def _serve(seconds: float) -> list[float]:
     """Cycle for so long, beginning together with all others; returns how long each reserve took."""
     _client.start.wait()
     until = time.perf_counter() + seconds
-    took = []
-    while time.perf_counter() < until:
-        took.append(_client.cycle())
-    return took
+    took: list[float] = []
+    while True:
+        reserving = _client.cycle()
+        if time.perf_counter() > until:
+            return took
+        took.append(reserving)
 
 
 # --- the two sides, in turns -----------------------------------------------------------------------------------------
 
 
-def measure(server: Throwaway, *, processes: int, seconds: float, repeats: int) -> Result:
-    """Run both sides in turns, `repeats` times for `seconds` each."""
+def measure(server: Throwaway, *, processes: int, seconds: int, repeats: int) -> Result:
+    """Run both sides in turns, `repeats` times for `seconds` each, after a second of each that does not count."""
     spawning = multiprocessing.get_context("forkserver")
-    spawning.set_forkserver_preload([__spec__.name if __spec__ else __name__])
-    floor: list[float] = []
-    jayrun: list[float] = []
-    unevenness: list[float] = []
-    reserving: list[float] = []
+    spawning.set_forkserver_preload(["jayrun.store.admission", "jayrun.embedded"])
+    floor, jayrun, unevenness, reserving = [], [], [], []
     aborted = -_rollbacks(server.url)
     with ProcessPoolExecutor(
         processes, spawning, initializer=_enter, initargs=(server.url, spawning.Barrier(processes))
     ) as pool:
-        for repeat in range(repeats + 1):
-            per_second, failed = _pgbench(server, clients=processes, seconds=seconds if repeat else 1)
-            served = [future.result() for future in [pool.submit(_serve, seconds if repeat else 1) for _ in range(processes)]]
-            aborted -= failed
-            if repeat == 0:  # to warm both up
-                continue
-            floor.append(per_second)
-            jayrun.append(sum(map(len, served)) / seconds)
+        for turn in [1, *[seconds] * repeats]:
+            floor.append(_pgbench(server, clients=processes, seconds=turn))
+            serving = [pool.submit(_serve, turn) for _ in range(processes)]
+            served = [each.result() for each in serving]
+            jayrun.append(sum(map(len, served)) / turn)
             unevenness.append(max(map(len, served)) / max(min(map(len, served)), 1))
             reserving += [took for each in served for took in each]
     aborted += _rollbacks(server.url)
     percentiles = quantiles(reserving, n=100)
     return Result(
         processes=processes,
-        floor_per_second=(median(floor), min(floor), max(floor)),
-        jayrun_per_second=(median(jayrun), min(jayrun), max(jayrun)),
-        ratio=median(jayrun) / median(floor),
-        most_to_least_served=median(unevenness),
+        floor_per_second=_spread(floor[1:]),
+        jayrun_per_second=_spread(jayrun[1:]),
+        ratio=median(jayrun[1:]) / median(floor[1:]),
+        most_to_least_served=median(unevenness[1:]),
         aborts_per_success=aborted / len(reserving),
         reserve_p50_ms=percentiles[49] * 1e3,
         reserve_p99_ms=percentiles[98] * 1e3,
     )
+
+
+def _pgbench(server: Throwaway, *, clients: int, seconds: int) -> float:
+    """Transactions per second of the floor."""
+    command: list[str | Path] = [
+        server.bindir / "pgbench",
+        "--no-vacuum",
+        "--protocol=prepared",
+        f"--file={HERE / 'floor.pgbench'}",
+    ]
+    command += [f"--client={clients}", f"--jobs={min(clients, os.cpu_count() or 1)}", f"--time={seconds}", server.url]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"^tps = ([\d.]+)", printed, re.MULTILINE)
+    assert found is not None, printed
+    return float(found[1])
+
+
+def _rollbacks(url: str) -> int:
+    """Transactions rolled back in the database so far; every session but this one has ended and told its number."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        while connection.execute(
+            "SELECT FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        ).fetchone():
+            time.sleep(0.01)
+        row = connection.execute("SELECT pg_stat_get_db_xact_rollback(oid) FROM pg_database WHERE datname = 'jayrun'")
+        return int(row.fetchone()[0])  # type: ignore[index]
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    return median(values), min(values), max(values)
+
+
+# --- around it -------------------------------------------------------------------------------------------------------
+
+
+def prepare(url: str) -> None:
+    """A book with eight empty devices of ample capacity, and the floor's functions in it."""
+    schema.upgrade(url)
+    book = Book(url, role="benchmark")
+    devices.declare(book, holders.attest_host(book, HOST), DEVICES)
+    book.close()
+    with psycopg.connect(url) as connection:
+        connection.execute((HERE / "floor.sql").read_text())
+
+
+def durable_commit_ms(url: str) -> float:
+    """The median of the shortest durable commit that this server can do, with its round trip."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        took = []
+        for _ in range(300):
+            began_at = time.perf_counter()
+            connection.execute("SELECT pg_logical_emit_message(true, 'benchmark', '')", prepare=True)
+            took.append(time.perf_counter() - began_at)
+    return median(took) * 1e3
+
+
+def facts(url: str) -> dict[str, str | float]:
+    """Where the figures come from."""
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    with psycopg.connect(url) as connection:
+        version = connection.info.parameter_status("server_version") or ""
+    return {
+        "cpu": model[1] if model else platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "load_before": os.getloadavg()[0],
+        "postgresql": version,
+        "python": platform.python_version(),
+        "durable_commit_ms": durable_commit_ms(url),
+    }
+
+
+def line(result: Result) -> str:
+    rates = ("{:.0f} ({:.0f}-{:.0f})".format(*spread) for spread in (result.floor_per_second, result.jayrun_per_second))
+    return (
+        f"{result.processes:>9}  {next(rates):>20}  {next(rates):>20}  {result.ratio:>5.2f}"
+        f"  {result.most_to_least_served:>10.2f}  {result.aborts_per_success:>14.4f}"
+        f"  {result.reserve_p50_ms:>6.2f}  {result.reserve_p99_ms:>6.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.admission")
+    parser.add_argument("--seconds", type=int, default=5, help="length of a turn of each side")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each side")
+    parser.add_argument("--processes", default="1,8,64", help="numbers of processes, separated by commas")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="jayrun-benchmark-") as folder,
+        start_throwaway(Path(folder), settings=Settings.load(), configuration={"synchronous_commit": "on"}) as server,
+    ):
+        prepare(server.url)
+        where = facts(server.url)
+        print(*(f"{name}: {value}" for name, value in where.items()), sep="\n")
+        print("\ncycles of reserve and release a second, median (lowest-highest), and milliseconds to reserve")
+        print(
+            "processes                 floor                jayrun  ratio  most/least  aborts/success     p50     p99"
+        )
+        results = []
+        for processes in map(int, options.processes.split(",")):
+            results.append(measure(server, processes=processes, seconds=options.seconds, repeats=options.repeats))
+            print(line(results[-1]), flush=True)
+        print("   wanted                                             0.70        1.50          0.0100")
+    if options.json:
+        options.json.write_text(json.dumps({**where, "results": [asdict(each) for each in results]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

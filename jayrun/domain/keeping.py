@@ -38,9 +38,9 @@ def find_target(
         alone = request.exclusive or device.exclusive_only
         return (*_to_free(current[device.id], others[device.id], added, alone), device.host_index)
 
-    def twin(device: BookedDevice) -> tuple[int, bool, bool]:
+    def twin(device: BookedDevice) -> tuple[int, int, bool, bool]:
         state = current[device.id]
-        return (state.reserved_bytes, state.share_count > device.share_count, state.exclusive)
+        return (state.reserved_bytes, device.reserved_bytes, state.share_count > device.share_count, state.exclusive)
 
     def plans() -> Iterator[Plan]:
         if len(requests) > 1:

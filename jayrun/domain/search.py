@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias
 
+from jayrun.domain.bounds import Need, may_fit, needs_of
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_open
 from jayrun.domain.requests import Request
@@ -47,7 +48,8 @@ class Search:
         self._order = sorted(range(len(requests)), key=lambda index: _urgency(requests[index]))
         self._picture = tuple(devices)
         self._rank = rank
-        self._steps = len(requests) + _WORK // max(1, len(devices))
+        self._work = _WORK
+        self._needs: dict[int, list[Need]] = {}
         # Devices of one make are interchangeable for every request that is not pinned.
         makes: dict[Hashable, int] = {}
         self._makes = {
@@ -57,48 +59,53 @@ class Search:
 
     def plans(self) -> Iterator[Plan]:
         """The plans, those left out that differ from an earlier one by interchangeable devices only."""
-        if not self._enough_memory():
+        if not self._may_fit(0, self._picture):
             return
         pictures = [self._picture]
         branches = [self._choices(0, self._picture)]
         chosen: list[tuple[Share, ...]] = []
         seen: set[Hashable] = set()
+        first_descent = True
         while branches:
             choice = next(branches[-1], None)
             if choice is None:
+                first_descent = False
                 branches.pop()
                 pictures.pop()
                 if chosen:
                     chosen.pop()
                 continue
-            self._steps -= 1
-            if self._steps < 0:
+            depth = len(branches)
+            if not first_descent and not self._afford(depth):
                 self.complete = False
                 return
-            if len(chosen) + 1 == len(self._requests):
+            if depth == len(self._requests):
                 yield self._in_order([*chosen, choice])
+                first_descent = False
                 continue
             picture = book(pictures[-1], choice)
+            if not first_descent and not self._may_fit(depth, picture):
+                continue
             # The same picture at the same depth leads to nothing new, neither to failure nor to another plan.
-            key = (len(branches), tuple(sorted(self._state(device) for device in picture)))
+            key = (depth, tuple(sorted(self._state(device) for device in picture)))
             if key not in seen:
                 seen.add(key)
                 chosen.append(choice)
                 pictures.append(picture)
-                branches.append(self._choices(len(chosen), picture))
+                branches.append(self._choices(depth, picture))
 
-    def _enough_memory(self) -> bool:
-        """Whether the bytes alone might suffice, for the requests of each kind and backend together."""
-        needed: dict[tuple[str, str], int] = {}
-        for request in self._requests:
-            least = request.group_bytes + request.min_devices * request.per_device_bytes
-            key = (request.device, request.backend)
-            needed[key] = needed.get(key, 0) + least
-        return all(
-            memory_bytes
-            <= sum(max(0, each.free_bytes) for each in self._picture if each.kind == kind and backend in each.backends)
-            for (kind, backend), memory_bytes in needed.items()
-        )
+    def _afford(self, depth: int) -> bool:
+        """Pay for one more step; False when that was more than there is."""
+        self._work -= len(self._picture) * (8 + sum(len(need.sizes) for need in self._needs_from(depth))) // 8
+        return self._work >= 0
+
+    def _may_fit(self, depth: int, picture: _Picture) -> bool:
+        return may_fit(self._needs_from(depth), picture)
+
+    def _needs_from(self, depth: int) -> list[Need]:
+        if depth not in self._needs:
+            self._needs[depth] = needs_of(self._requests[index] for index in self._order[depth:])
+        return self._needs[depth]
 
     def _choices(self, depth: int, picture: _Picture) -> Iterator[tuple[Share, ...]]:
         request = self._requests[self._order[depth]]

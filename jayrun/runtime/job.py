@@ -193,7 +193,7 @@ class Job:
                 raise TypeError(f"{name} must return a Data, not {result!r} ({type(result).__name__})")
             return result
         finally:
-            invocation.ended = True
+            invocation.end()
             instance._interface = None
             work.give_back_unused(self._service.outbox)
 
@@ -266,8 +266,9 @@ class Job:
         """What a parked invocation had been granted goes back; placements that user code kept stay, with a warning."""
         for work in self._unit():
             work.give_back_unused(self._service.outbox)
-        if invocation.kept_alive():
-            gc.collect()  # frames are cleared; what is left may only be a cycle
+        # Frames are cleared; what is left may only be a cycle, of this invocation or of older work. It would keep
+        # capacity until the collector came by, perhaps from this very waiter, so the collector comes now.
+        gc.collect()
         for lease in invocation.kept_alive():
             memory = format_bytes(sum(share.memory_bytes for share in lease.shares))
             log.warning(

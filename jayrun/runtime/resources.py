@@ -17,6 +17,7 @@ from jayrun.domain.requests import Request
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Hold
 from jayrun.runtime.operator import Resource
+from jayrun.runtime.signal import clear_frames
 from jayrun.store import devices
 from jayrun.store.ids import new_id
 from jayrun.store.leases import Lease
@@ -130,7 +131,8 @@ class Resources:
             del self._cached[key]
         try:
             cached.resource.teardown(cached.data)
-        except Exception:  # user code; the lease has to go all the same, and the log says whose teardown it was
+        except Exception as error:  # user code; the lease has to go all the same, and the log says whose teardown it was
             log.exception("teardown of %s failed", type(cached.resource).__name__)
+            clear_frames(error)  # whoever keeps the log record does not keep the data
         del cached.data  # the last reference that jayrun has: the lease ends unless user code kept one
         return True

@@ -113,6 +113,11 @@ class Invocation:
             prefer_max_devices=request.prefer_max_devices,
         )
 
+    def end(self) -> None:
+        """No more requests; a finished task would keep its result, and with it a lease."""
+        self.ended = True
+        self.last_task = self.main_task = None
+
     def kept_alive(self) -> list[Lease]:
         """The leases of this invocation whose placements are still reachable."""
         return [lease for hold, lease in self.leases if hold() is not None]

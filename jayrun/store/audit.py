@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
@@ -28,6 +30,9 @@ SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execu
         FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id WHERE x.lease_id = l.id) AS holders
 FROM jayrun.leases l JOIN jayrun.hosts h ON h.id = l.host_id JOIN jayrun.executions e ON e.id = l.execution_id
 WHERE l.id = :id
+"""
+_LEASES_LIKE = """
+SELECT id FROM jayrun.leases WHERE id::text LIKE :part || '%' OR id::text LIKE '%' || :part LIMIT 2
 """
 _SUMMARY = """
 SELECT (SELECT count(*) FROM jayrun.leases) AS leases,
@@ -74,6 +79,24 @@ def lease(book: Book, lease_id: UUID) -> Row:
             raise UnknownId(f"no lease has the id {lease_id}: `jayrun leases list` shows the live ones")
         events = connection.execute(text(_EVENTS_OF_LEASE), {"id": lease_id}).mappings().all()
     return {**row, "events": [dict(event) for event in events]}
+
+
+def find_lease(book: Book, wanted: str) -> UUID:
+    """The id of the one lease that `wanted` means: a whole id, or the beginning or end of one.
+
+    Raises `UnknownId`, saying what to do, when it is no such thing, or means none or several.
+    """
+    with suppress(ValueError):
+        return UUID(wanted)
+    if not re.fullmatch(r"[0-9a-f-]{4,}", wanted.lower()):
+        raise UnknownId(f"{wanted!r} is no lease's id, nor four or more characters of one: see `jayrun leases list`")
+    with book.snapshot() as connection:
+        found = connection.execute(text(_LEASES_LIKE), {"part": wanted.lower()}).scalars().all()
+    if len(found) == 1:
+        return UUID(str(found[0]))
+    if found:
+        raise UnknownId(f"several leases have an id that begins or ends with {wanted!r}: write more of it")
+    raise UnknownId(f"no lease has an id that begins or ends with {wanted!r}: `jayrun leases list` shows the live ones")
 
 
 def _rows(book: Book, statement: str) -> list[Row]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jayrun.cli.db import db
 from typer.testing import CliRunner, Result
 
 from jayrun import embedded
+from jayrun.cli.db import db
 from jayrun.errors import BookUnreachable, ServerError
 from jayrun.settings import Settings
 

@@ -82,6 +82,8 @@ def test_a_large_fleet_is_not_listed_without_end() -> None:
     ("request_", "device", "text"),
     [
         (one(GB), gpu(0), None),
+        (group(5, 2, 2), gpu(0, 2), None),
+        (group(5, 2, 2), gpu(0, 1), "1 B free, needs 2 B"),
         (one(20 * GB), gpu(0, reserved_bytes=70 * GB), "10 GB free, needs 20 GB"),
         (one(GB + 1), gpu(0, GB), "1000000000 B free, needs 1000000001 B"),
         (one(GB), gpu(0, state=DeviceState.DRAINING), "draining"),

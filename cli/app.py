@@ -1,0 +1,57 @@
+"""The command `jayrun`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from jayrun.errors import JayrunError
+
+from .db import db
+from .demo import demo
+from .devices import devices
+from .exits import exit_code
+from .leases import leases
+from .queue import queue
+from .reconciler import reconciler
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(db, name="db")
+app.add_typer(devices, name="devices")
+app.add_typer(leases, name="leases")
+app.command()(queue)
+app.command()(reconciler)
+app.command()(demo)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jayrun {version('jayrun-leases')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """A durable lease manager for accelerator capacity, on PostgreSQL.
+
+    Exit codes: 0 done, 1 failed, 2 usage, 3 impossible, 4 timed out waiting, 5 database not reachable.
+    """
+
+
+def main() -> None:
+    """Run the command of this process's arguments, and end with its exit code."""
+    try:
+        app(prog_name="jayrun")
+    except JayrunError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(exit_code(error)) from None

@@ -1,0 +1,32 @@
+"""`jayrun queue`: who waits, and for what."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from jayrun.settings import Settings
+from jayrun.store import audit
+
+from .book import open_book
+from .options import AsJson
+from .render import Column, age, local, show_rows
+
+COLUMNS = (
+    Column("POS", lambda row: str(row["position"]), number=True),
+    Column("HOST", lambda row: row["host"] or "-", spare=1),
+    Column("EXECUTION", lambda row: row["execution"]),
+    Column("USER", lambda row: row["user"] or "-"),
+    Column("PID", lambda row: str(row["pid"] or "-"), number=True),
+    Column("LABEL", lambda row: row["label"] or "-", folds=True, spare=2),
+    Column("ASKS", lambda row: row["asks"] or "-", folds=True),
+    Column("WAITING", lambda row: age(row["waiting"]), number=True),
+    Column("SINCE", lambda row: local(row["waiting_since"]), spare=3),
+    Column("REASON", lambda row: row["reason"], folds=True),
+)
+
+
+def queue(as_json: AsJson = False) -> None:
+    """List who waits, in the order of admission, for what, and how the devices that could serve it stand."""
+    with closing(open_book(Settings.load())) as book:
+        rows = audit.queue(book)
+    show_rows(rows, COLUMNS, as_json=as_json, nothing="nobody waits")
