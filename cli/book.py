@@ -24,8 +24,7 @@ def open_book(settings: Settings, *, role: str = "cli", start: bool = False, pat
         schema.create_if_missing(found.url)
     book = Book(found.url, role=role, patience_seconds=patience_seconds)
     try:
-        with book.snapshot() as connection:
-            schema.check_revision(connection)
+        book.read(schema.check_revision)
     except BaseException:
         book.close()
         raise

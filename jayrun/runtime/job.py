@@ -16,7 +16,7 @@ from typing import Any, assert_never
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.placements import PlacementLocation
 from jayrun.domain.requests import Request
-from jayrun.domain.sequence import check_complete, check_next
+from jayrun.domain.sequence import check_complete, check_next, shape_of
 from jayrun.domain.units import format_bytes
 from jayrun.errors import PlacementCancelled, PlacementImpossible, PlacementSignalSwallowed, PlacementTimeout
 from jayrun.runtime.data import Data
@@ -56,6 +56,7 @@ class Job:
         self._priority = priority
         self._timeout_seconds = timeout_seconds
         self._waited_seconds = 0.0
+        self._parked = False  # the book has the unit in its queue
         self._parked_at: float | None = None
         self._retry = retry
         self._attempt = 1
@@ -89,7 +90,7 @@ class Job:
         left = self._seconds_left()
         requests = tuple(request for member in self._unit() for request in member.recorded)
         give_up_at = None if left is None else self._parked_at + left
-        self._service.wait_for(Wait(self._work.id, requests, resolve, give_up_at))
+        self._service.wait_for(Wait(self._work.id, requests, resolve, self._was_set_up, give_up_at))
         if self._no_waiting is not None:  # cancelled between the last request and here
             self.cancel_waiting(self._no_waiting)
         self._service.make_room()
@@ -162,7 +163,17 @@ class Job:
         self._service.resources.add(cached)
         del self._setups[key]
         self._finish(work, ExecutionState.SUCCEEDED)
+        self._service.tell_set_up(key)
         return cached
+
+    def _was_set_up(self, key: Any) -> None:
+        """While this job waits, another one has set up a resource that it waits for too. Called by that one's thread."""
+        work = self._setups.get(key)
+        if work is not None and self._parked:
+            requests = [request for each in self._unit() if each is not work for request in each.recorded]
+            shape = shape_of((self._service.host_id,), requests)
+            executions.drop_member(self._service.book, work.id, self._work.id, shape)
+            self._service.combine()
 
     def _call(
         self,
@@ -234,6 +245,7 @@ class Job:
                 work.booked = max(work.booked or 0, position + 1)
                 return lease
             case Parked():
+                self._parked = True
                 for each in unit:
                     each.parked()
                 invocation.issued.append(request)
@@ -268,7 +280,7 @@ class Job:
             work.give_back_unused(self._service.outbox)
         # Frames are cleared; what is left may only be a cycle, of this invocation or of older work. It would keep
         # capacity until the collector came by, perhaps from this very waiter, so the collector comes now.
-        gc.collect()
+        _collect_garbage()
         for lease in invocation.kept_alive():
             memory = format_bytes(sum(share.memory_bytes for share in lease.shares))
             log.warning(
@@ -284,13 +296,15 @@ class Job:
 
     def _resume(self, resolution: Resolution) -> None:
         """Take what ended a wait: everything granted, or the reason why nothing ever will be."""
+        self._parked = False
         if self._parked_at is not None:
             self._waited_seconds += time.monotonic() - self._parked_at
             self._parked_at = None
         if isinstance(resolution, Claimed):
+            # A set-up that was dropped meanwhile has ended in the book; if it is needed after all, it is a new one.
+            self._setups = {key: work for key, work in self._setups.items() if work.id in resolution.members}
             for work in self._unit():
-                if work.id in resolution.members:
-                    work.claimed(resolution)
+                work.claimed(resolution)
             return
         for work in self._unit():
             work.booked = None  # it has ended in the book; a further attempt is a new execution
@@ -308,7 +322,8 @@ class Job:
 
     def _clean_up(self, error: BaseException) -> None:
         """After a failed attempt: nothing waits, nothing granted is left unused."""
-        if isinstance(error, PlacementSignalSwallowed):
+        if self._parked:  # it was to wait, and failed on the way: the signal was swallowed, or Ctrl-C came
+            self._parked = False
             executions.withdraw(self._service.book, self._work.id, state=ExecutionState.FAILED, failure=_stored(error))
             self._service.combine()
             for work in self._unit():
@@ -359,6 +374,13 @@ class Job:
             priority=self._priority,
             unit_id=None if unit is None else unit.id,
         )
+
+
+def _collect_garbage() -> None:
+    """Collect in a thread of its own: Ctrl-C that hits a finalizer run by the main thread would be lost."""
+    collector = threading.Thread(target=gc.collect, name="jayrun-collect", daemon=True)
+    collector.start()
+    collector.join()
 
 
 def _called(function: Callable[[], Any], invocation: Invocation) -> Any:

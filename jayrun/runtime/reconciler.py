@@ -27,5 +27,6 @@ def run_pass(book: Book, host_id: int) -> Pass:
     reclaimed = reclaim.sweep(book, host_id)
     returned = executions.return_unclaimed(book, host_id)
     probes.reach("pass.combining")
-    admitted = admission.combine(book, host_id) if leases.anybody_waits(book, host_id) else 0
+    wanted = leases.anybody_waits(book, host_id) or leases.anything_to_fold(book, host_id)
+    admitted = admission.combine(book, host_id) if wanted else 0
     return Pass(reclaimed, returned, admitted)

@@ -131,7 +131,9 @@ class Resources:
             del self._cached[key]
         try:
             cached.resource.teardown(cached.data)
-        except Exception as error:  # user code; the lease has to go all the same, and the log says whose teardown it was
+        except (
+            Exception
+        ) as error:  # user code; the lease has to go all the same, and the log says whose teardown it was
             log.exception("teardown of %s failed", type(cached.resource).__name__)
             clear_frames(error)  # whoever keeps the log record does not keep the data
         del cached.data  # the last reference that jayrun has: the lease ends unless user code kept one

@@ -7,7 +7,6 @@ process. It holds a LISTEN connection only while something waits; what it hears 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -16,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -42,12 +43,13 @@ Resolution = Claimed | News | PlacementTimeout
 @dataclass(slots=True, eq=False)
 class Wait:
     """A parked unit of this process and all it asks for: `resolve` is called once with what became of it, and must
-    not block. `give_up_at` is on this process's monotonic clock, or None to wait for ever.
+    not block. `was_set_up(key)` is told of every resource that is set up meanwhile. `give_up_at` is on this process's monotonic clock, or None to wait for ever.
     """
 
     unit_id: UUID
     requests: tuple[Request, ...]
     resolve: Callable[[Resolution], None]
+    was_set_up: Callable[[Any], None] = lambda key: None
     give_up_at: float | None = None
 
 
@@ -66,8 +68,7 @@ class Service:
         self.book = Book(url, role="runtime", instance=str(os.getpid()))
         first = Book(url, role="runtime", instance=str(os.getpid()), patience_seconds=0)
         try:
-            with first.snapshot() as connection:
-                schema.check_revision(connection)
+            first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
             self.holder: Holder = holders.register(first, self.host_id, role="runtime", label=label)
             self.tick_seconds = first.tick_seconds()
@@ -81,6 +82,8 @@ class Service:
         self._outage_since: float | None = None
         self.resources = Resources()
         self.runtimes = 0
+        # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit.
+        Finalize(None, self.stop, exitpriority=100)
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
         self._thread.start()
 
@@ -97,6 +100,13 @@ class Service:
         if wait is not None and executions.withdraw(self.book, unit_id, state=state, failure=failure):
             self.combine()
         return wait
+
+    def tell_set_up(self, key: Any) -> None:
+        """A resource is cached now: who waits to set it up too need not wait for that."""
+        with self._waits_lock:
+            waits = list(self._waits.values())
+        for wait in waits:
+            wait.was_set_up(key)
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -115,7 +125,12 @@ class Service:
             self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
 
     def stop(self) -> None:
-        """Flush for two seconds at most and end the thread; the holder leaves if it holds nothing any more."""
+        """Flush for two seconds at most and end the thread; the holder leaves if it holds nothing any more.
+
+        A second call does nothing.
+        """
+        if self._stopping:
+            return
         self.flush(EXIT_FLUSH_SECONDS)
         self._stopping = True
         self.outbox.wake()
@@ -196,13 +211,13 @@ class Service:
                     failure=each.failure,
                     attempt=each.attempt,
                 )
+            if somebody_waits:
+                self.combine()
         except BaseException:
             messages.extendleft(reversed([*batch.releases, *batch.undone, *batch.finishes, *batch.markers]))
             raise
         for marker in batch.markers:
             marker.set()
-        if somebody_waits:
-            self.combine()
 
     def _attend_waits(self, *, tick: bool) -> None:
         with self._waits_lock:
@@ -283,12 +298,6 @@ def service_for(url: str, *, host_identity: str | None, label: str) -> Service:
         if service is None:
             service = _services[url] = Service(url, host_identity=host_identity, label=label)
         return service
-
-
-@atexit.register
-def _stop_all() -> None:
-    for service in _services.values():
-        service.stop()
 
 
 def _forget_all() -> None:

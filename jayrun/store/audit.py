@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from jayrun.errors import UnknownId
 from jayrun.store.transactions import Book
@@ -73,12 +73,16 @@ def summary(book: Book) -> Row:
 
 def lease(book: Book, lease_id: UUID) -> Row:
     """One lease, live or ended, with shares, holders and events. Raises `UnknownId`."""
-    with book.snapshot() as connection:
-        row = connection.execute(text(_LEASE), {"id": lease_id}).mappings().one_or_none()
-        if row is None:
-            raise UnknownId(f"no lease has the id {lease_id}: `jayrun leases list` shows the live ones")
-        events = connection.execute(text(_EVENTS_OF_LEASE), {"id": lease_id}).mappings().all()
-    return {**row, "events": [dict(event) for event in events]}
+
+    def unit(connection: Connection) -> tuple[Row | None, list[Row]]:
+        found = connection.execute(text(_LEASE), {"id": lease_id}).mappings().one_or_none()
+        events = connection.execute(text(_EVENTS_OF_LEASE), {"id": lease_id}).mappings()
+        return None if found is None else dict(found), [dict(event) for event in events]
+
+    row, events = book.read(unit)
+    if row is None:
+        raise UnknownId(f"no lease has the id {lease_id}: `jayrun leases list` shows the live ones")
+    return {**row, "events": events}
 
 
 def find_lease(book: Book, wanted: str) -> UUID:
@@ -90,8 +94,8 @@ def find_lease(book: Book, wanted: str) -> UUID:
         return UUID(wanted)
     if not re.fullmatch(r"[0-9a-f-]{4,}", wanted.lower()):
         raise UnknownId(f"{wanted!r} is no lease's id, nor four or more characters of one: see `jayrun leases list`")
-    with book.snapshot() as connection:
-        found = connection.execute(text(_LEASES_LIKE), {"part": wanted.lower()}).scalars().all()
+    like = {"part": wanted.lower()}
+    found = book.read(lambda connection: connection.execute(text(_LEASES_LIKE), like).scalars().all())
     if len(found) == 1:
         return UUID(str(found[0]))
     if found:
@@ -100,5 +104,4 @@ def find_lease(book: Book, wanted: str) -> UUID:
 
 
 def _rows(book: Book, statement: str) -> list[Row]:
-    with book.snapshot() as connection:
-        return [dict(row) for row in connection.execute(text(statement)).mappings().all()]
+    return book.read(lambda connection: [dict(row) for row in connection.execute(text(statement)).mappings()])

@@ -35,7 +35,7 @@ SELECT kind, host_index FROM jayrun.devices WHERE host_id = %s AND removed_at IS
 """
 _REMOVE = "UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'offline' WHERE id = %s"
 _SET_STATE = "UPDATE jayrun.devices SET state = %s WHERE id = %s"
-_HOST = "SELECT id FROM jayrun.hosts WHERE identity = %s OR name = %s ORDER BY identity = %s DESC LIMIT 2"
+_HOST = "SELECT id, identity FROM jayrun.hosts WHERE identity = %s OR name = %s ORDER BY identity = %s DESC LIMIT 2"
 _HOSTS = "SELECT name, identity FROM jayrun.hosts ORDER BY id"
 # What is reserved without the ended leases that no admission has folded yet.
 _FLEET = """
@@ -95,13 +95,14 @@ def set_state(book: Book, host_id: int, *, kind: str, host_index: int, state: De
 
 
 def find_host(book: Book, name: str) -> int:
-    """The key of the host with this name or identity. Raises `UnknownHost`, saying which exist."""
+    """The key of the host with this identity, else with this name. Raises `UnknownHost`, saying which exist."""
 
     def unit(pg: Any) -> int:
         rows = pg.execute(_HOST, (name, name, name)).fetchall()
-        if not rows:
+        if len(rows) != 1 and (not rows or rows[0][1] != name):
             known = ", ".join(f"{row[0]} ({row[1]})" for row in pg.execute(_HOSTS).fetchall()) or "none yet"
-            raise UnknownHost(f"no host {name!r} in the book; there are: {known}")
+            several = "several hosts are" if rows else "no host in the book is"
+            raise UnknownHost(f"{several} called {name!r}; there are: {known}")
         return int(rows[0][0])
 
     return book.written(unit)

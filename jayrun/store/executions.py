@@ -48,9 +48,13 @@ UPDATE jayrun.executions SET state = CASE WHEN id = unit_id THEN %s ELSE 'cancel
     waited_seconds = waited_seconds + coalesce(extract(epoch FROM clock_timestamp() - waiting_since), 0)
 WHERE unit_id = %s AND state IN ('waiting', 'admitted') RETURNING id, invocation
 """
-_DROP_MEMBERS = """
-UPDATE jayrun.executions SET state = 'cancelled', ended_at = clock_timestamp(), waiting_since = NULL
-WHERE id = ANY (%s) AND state = 'waiting' AND id <> unit_id
+_DROP_MEMBER = """
+UPDATE jayrun.executions SET
+    state = CASE WHEN id = unit_id THEN state ELSE 'cancelled' END,
+    ended_at = CASE WHEN id = unit_id THEN NULL ELSE clock_timestamp() END,
+    waiting_since = CASE WHEN id = unit_id THEN waiting_since END,
+    shape = CASE WHEN id = unit_id THEN %s ELSE shape END
+WHERE id IN (%s, %s) AND state = 'waiting'
 """
 _FINISH = """
 UPDATE jayrun.executions SET state = %s, ended_at = clock_timestamp(), failure = %s, attempt = %s
@@ -133,9 +137,9 @@ def undo_ask(book: Book, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
     book.written(lambda pg: pg.execute(_RETURN_SLOT, slot))
 
 
-def drop_members(book: Book, executions: Sequence[UUID]) -> None:
-    """Let set-ups that are no longer needed wait no longer with their unit. Combine."""
-    book.written(lambda pg: pg.execute(_DROP_MEMBERS, (list(executions),)))
+def drop_member(book: Book, execution_id: UUID, unit_id: UUID, shape: str) -> None:
+    """Let a set-up that is no longer needed wait no longer with its unit, which now has that `shape`. Combine."""
+    book.written(lambda pg: pg.execute(_DROP_MEMBER, (shape, execution_id, unit_id)))
 
 
 def finish(

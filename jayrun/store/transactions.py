@@ -5,7 +5,7 @@ aborting each other. The gate is not held through the flush: the admission commi
 second, empty commit, synchronous, follows before anything is handed out. The log is a prefix, so that flush covers the
 admission too, and a crash before it loses both together.
 
-`Book.written` is for short guarded updates (release, finish, heartbeat): READ COMMITTED, a statement each. `Book.snapshot` is for
+`Book.written` is for short guarded updates (release, finish, heartbeat): READ COMMITTED, a statement each. `Book.read` is for
 lists: one REPEATABLE READ, READ ONLY picture.
 
 Each kind of failure has one budget, and nothing above this file replays again: a serialization failure or deadlock is
@@ -16,8 +16,7 @@ are over. A unit must therefore be safe to run again after its commit was done b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import psycopg
@@ -125,12 +124,15 @@ class Book:
 
         return self._replayed(attempt)
 
-    @contextmanager
-    def snapshot(self) -> Iterator[Connection]:
-        """A connection that reads one unchanging picture of the book. Raises `BookUnreachable`."""
+    def read(self, unit: Callable[[Connection], T]) -> T:
+        """Run `unit` on one unchanging picture of the book: REPEATABLE READ, READ ONLY."""
         picture = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        with self._replayed(picture.connect) as connection:
-            yield connection
+
+        def attempt() -> T:
+            with picture.connect() as connection:
+                return unit(connection)
+
+        return self._replayed(attempt)
 
     def listen(self) -> PgConnection[Any]:
         """A connection of its own that LISTENs for admissions; the caller closes it. Not replayed."""

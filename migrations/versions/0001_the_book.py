@@ -405,14 +405,18 @@ CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR E
 VIEWS = """
 CREATE VIEW jayrun_audit.capacity AS
 SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, d.state,
-       d.exclusive_only, d.capacity_bytes, d.reserved_bytes,
-       CASE WHEN d.exclusive_count > 0 OR d.state <> 'online' THEN 0
-            ELSE greatest(d.capacity_bytes - d.reserved_bytes, 0) END AS free_bytes,
-       d.share_count AS leases, d.exclusive_count > 0 AS exclusively_leased, d.host_id, d.id AS device_key
+       d.exclusive_only, d.capacity_bytes, s.reserved_bytes,
+       CASE WHEN s.exclusively_leased OR d.state <> 'online' THEN 0
+            ELSE greatest(d.capacity_bytes - s.reserved_bytes, 0) END AS free_bytes,
+       s.leases, s.exclusively_leased, d.host_id, d.id AS device_key
 FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
+CROSS JOIN LATERAL (
+    SELECT coalesce(sum(memory_bytes), 0)::bigint AS reserved_bytes, count(*)::integer AS leases,
+           coalesce(bool_or(exclusive), false) AS exclusively_leased
+    FROM jayrun.lease_shares WHERE device_id = d.id AND folded_at IS NULL AND ended_at IS NULL) s
 WHERE d.removed_at IS NULL;
 COMMENT ON VIEW jayrun_audit.capacity IS
-    'Every declared device: its capacity, what is reserved, and what could be granted now. Ended leases count as reserved until the next admission folds them';
+    'Every declared device: its capacity, what its live leases reserve, and what could be granted now';
 
 CREATE VIEW jayrun_audit.leases AS
 SELECT l.id, l.epoch, h.name AS host, s.device_ids, s.memory_bytes, s.exclusive, e.name AS execution, e.kind,
