@@ -16,6 +16,7 @@ from .exits import exit_code
 from .leases import leases
 from .queue import queue
 from .reconciler import reconciler
+from .run import RunCommand, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +29,7 @@ app.add_typer(leases, name="leases")
 app.command()(queue)
 app.command()(reconciler)
 app.command()(demo)
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 
 
 def _say_version(wanted: bool) -> None:

@@ -31,7 +31,7 @@ def open_book(settings: Settings, *, role: str = "cli", start: bool = False, pat
     return book
 
 
-def _not_running(found: embedded.Book, settings: Settings) -> str:
+def _not_running(found: embedded.BookAddress, settings: Settings) -> str:
     if found.kind == "url":
         return f"no server answers at {address(found.url)}: start it, or check JAYRUN_DATABASE_URL"
     how = "`jayrun db up`" if embedded.may_manage(settings) else "`sudo jayrun db up`"

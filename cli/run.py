@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
 import typer
+from typer.core import TyperCommand
 
 from jayrun.domain.devices import Backend, Device
 from jayrun.domain.requests import Request
@@ -16,8 +17,22 @@ from jayrun.errors import BookUnreachable, JayrunError, PlacementImpossible, Pla
 from jayrun.settings import Settings
 from jayrun.store.transactions import Book
 
+PATIENCE_SECONDS = 3.0
+"""How long a lost connection is tried again before it is said; a wait, and the command, go on all the same."""
 OWN_FAILURE = 120
 """Added to the exit code of a failure of jayrun's own, so that it is told apart from the command's."""
+
+
+class RunCommand(TyperCommand):
+    """Mistakes in the options get an exit code of their own, which no command's code 2 is mistaken for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer exports no base class of its usage errors; their exit code tells them
+            if getattr(error, "exit_code", None) == 2:
+                error.exit_code = OWN_FAILURE + 2  # type: ignore[attr-defined]
+            raise
 
 
 def run(
@@ -108,7 +123,7 @@ def _open_book(settings: Settings) -> tuple[Book, int]:
 
     book = open_book(settings, start=True)
     host_id = attest_host(book, settings.host_id)
-    book.patience_seconds = 30.0
+    book.patience_seconds = PATIENCE_SECONDS
     return book, host_id
 
 

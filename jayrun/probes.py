@@ -1,7 +1,7 @@
 """Named points in the loops and transactions, which tests arm to force an interleaving or to end the process there.
 
 Unarmed, a point costs one truth test. `arm` serves a test in the same process; `arm_from_settings` reads JAYRUN_PROBES
-("point=kill,other=stop") in a child, where a point can end the process (`kill`) or stop it until it is continued (`stop`).
+("point=kill,other=stop") in a child, where a point can end the process (`kill`) or stop it until SIGCONT (`stop`).
 """
 
 from __future__ import annotations

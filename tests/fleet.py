@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import UUID
 
+from jayrun import Runtime
 from jayrun.domain.devices import Backend, Device, RuntimeDevice
 from jayrun.domain.requests import Request
 from jayrun.store import admission, devices, holders
@@ -13,6 +15,8 @@ from jayrun.store.holders import Holder
 from jayrun.store.ids import new_id
 from jayrun.store.leases import Lease
 from jayrun.store.transactions import Book
+
+MakeRuntime = Callable[..., Runtime]
 
 
 def gpus(count: int, memory_gb: float = 24) -> list[RuntimeDevice]:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from jayrun.embedded.books import Book, locate
+from jayrun.embedded.books import BookAddress, locate
 from jayrun.embedded.server import Status, down, ensure, may_manage, status, up
 from jayrun.embedded.throwaway import Throwaway, start_throwaway
 
-__all__ = ["Book", "Status", "Throwaway", "down", "ensure", "locate", "may_manage", "start_throwaway", "status", "up"]
+__all__ = [
+    "BookAddress",
+    "Status",
+    "Throwaway",
+    "down",
+    "ensure",
+    "locate",
+    "may_manage",
+    "start_throwaway",
+    "status",
+    "up",
+]

@@ -15,7 +15,7 @@ from jayrun.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class BookAddress:
     """A database that keeps the leases.
 
     `url`: where clients of this process's user connect, a `postgresql://` URL for libpq and SQLAlchemy.
@@ -30,17 +30,17 @@ class Book:
     place: Path | None
 
 
-def locate(settings: Settings) -> Book:
+def locate(settings: Settings) -> BookAddress:
     """Whose book applies, without starting anything. Raises `ServerError` when JAYRUN_DATABASE_URL is not a URL."""
     if settings.database_url is not None:
         url = _plain(settings.database_url)
-        return Book(url, "url", _answers(ping(url)), None)
+        return BookAddress(url, "url", _answers(ping(url)), None)
     return book_at(place_for(settings))
 
 
-def book_at(place: Place) -> Book:
+def book_at(place: Place) -> BookAddress:
     """The book kept by the server at `place`."""
-    return Book(place.url(), place.kind, _answers(place.ping()), place.root)
+    return BookAddress(place.url(), place.kind, _answers(place.ping()), place.root)
 
 
 def place_for(settings: Settings) -> Place:

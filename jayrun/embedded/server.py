@@ -14,7 +14,7 @@ from psycopg.pq import Ping
 
 from jayrun.embedded import alive, cluster
 from jayrun.embedded.accounts import Account, service_account
-from jayrun.embedded.books import Book, book_at, host_exists, locate, place_for
+from jayrun.embedded.books import BookAddress, book_at, host_exists, locate, place_for
 from jayrun.embedded.places import Place
 from jayrun.embedded.programs import find_bindir, programs_for
 from jayrun.errors import BookUnreachable, ServerError
@@ -35,7 +35,7 @@ class Status:
     `held_down`: whether it was stopped by `down` and waits for `up`.
     """
 
-    book: Book
+    book: BookAddress
     server_version: str | None
     pid: int | None
     data_folder: Path | None
@@ -43,7 +43,7 @@ class Status:
     log_file: Path | None
 
 
-def ensure(settings: Settings) -> Book:
+def ensure(settings: Settings) -> BookAddress:
     """The book that applies, its server started if it is one of ours, is not running and was not stopped by `down`.
 
     Raises `BookUnreachable` when it is held down or somebody else must start it, `ServerError` when it cannot start.
@@ -56,7 +56,7 @@ def ensure(settings: Settings) -> Book:
     return book_at(place)
 
 
-def up(settings: Settings) -> Book:
+def up(settings: Settings) -> BookAddress:
     """Start the server of the book that applies, and end what `down` decreed; nothing happens if it runs.
 
     Raises `BookUnreachable` when somebody else must start it, `ServerError` when it cannot start.
@@ -249,7 +249,7 @@ def _log_file(place: Place) -> Path:
     return Path(current.partition(" ")[2].strip() or place.start_log)
 
 
-def _server_version(book: Book) -> str | None:
+def _server_version(book: BookAddress) -> str | None:
     try:
         with psycopg.connect(book.url, connect_timeout=5) as connection:
             return connection.info.parameter_status("server_version")

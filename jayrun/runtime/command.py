@@ -1,4 +1,4 @@
-"""A wrapped command: a paused child becomes the holder, waits its turn, and is let go with its devices in the environment.
+"""A wrapped command: a paused child becomes the holder, waits its turn, and is let go with its devices in its sight.
 
 The child itself holds the lease, known to the book by pid and start ticks, which exec keeps. So the lease lives as long
 as the command, also when this parent is killed; and a child whose parent is killed before its turn ends by itself.
@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, assert_never
+from typing import NoReturn, assert_never
 from uuid import UUID
-
-import psycopg
 
 from jayrun import kernel, probes
 from jayrun.domain.devices import Backend
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
-from jayrun.errors import BookError, PlacementCancelled, PlacementImpossible, PlacementTimeout
+from jayrun.errors import BookError, BookUnreachable, PlacementCancelled, PlacementImpossible, PlacementTimeout
+from jayrun.settings import child_environment
 from jayrun.store import admission, executions, holders, leases
 from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
 from jayrun.store.ids import new_id
@@ -175,37 +174,45 @@ def _wait_for_turn(
 ) -> Lease | None:
     give_up_at = None if terms.timeout_seconds is None else time.monotonic() + terms.timeout_seconds
     tick_seconds = book.tick_seconds()
+    reachable = True
     with book.listen() as listener:
-        while True:
-            told, woken = executions.news(book, [execution.id])
-            for news in told:
-                if news.state is ExecutionState.ADMITTED:
-                    if (claimed := executions.claim(book, execution.id)) is not None:
-                        return claimed.leases[0]
-                elif (news.failure or {}).get("type") == "PlacementImpossible":
-                    raise PlacementImpossible(str((news.failure or {}).get("message")))
-                else:
-                    raise PlacementCancelled(f"the execution was {news.state.value} while it waited")
-            if woken:
-                admission.combine(book, execution.host_id)
-                continue
-            waiting(execution.id)
-            left = None if give_up_at is None else give_up_at - time.monotonic()
-            if left is not None and left <= 0:
-                failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
-                if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
-                    raise PlacementTimeout(f"waited {terms.timeout_seconds:g} s for {terms.request.describe()}")
-                continue
-            _sleep(child, listener, tick_seconds if left is None else min(left, tick_seconds))
-            if child.ended(0):  # Ctrl-C, or a signal that was passed on
-                return None
-            if not listener.closed:
-                for _ in listener.notifies(timeout=0):
-                    pass
+        while not child.ended(0):  # by Ctrl-C, or by a signal that was passed on
+            listener.open()
+            try:
+                lease = _granted(book, execution)
+                if lease is not None:
+                    return lease
+                if give_up_at is not None and time.monotonic() >= give_up_at:
+                    failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited too long"}
+                    if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
+                        raise PlacementTimeout(f"waited {terms.timeout_seconds:g} s for {terms.request.describe()}")
+                    continue  # admitted at the last moment
+                waiting(execution.id)
+                reachable = True
+            except BookUnreachable as error:  # the place in the queue is kept by the book
+                if reachable:
+                    print(f"jayrun: {error}\njayrun: still waiting", file=sys.stderr)
+                reachable = False
+            left = tick_seconds if give_up_at is None else min(give_up_at - time.monotonic(), tick_seconds)
+            listener.wait(left, child.pidfd)
+    return None
 
 
-def _sleep(child: PausedChild, listener: psycopg.Connection[Any], seconds: float) -> None:
-    select.select([child.pidfd, listener.fileno()], [], [], seconds)
+def _granted(book: Book, execution: Execution) -> Lease | None:
+    """The lease, if the execution was admitted. Raises when it was ended instead."""
+    told, woken = executions.news(book, [execution.id])
+    if woken:
+        admission.combine(book, execution.host_id)
+        told, _ = executions.news(book, [execution.id])
+    for news in told:
+        failure = news.failure or {}
+        if news.state is ExecutionState.ADMITTED:
+            claimed = executions.claim(book, execution.id)
+            return None if claimed is None else claimed.leases[0]
+        if failure.get("type") == "PlacementImpossible":
+            raise PlacementImpossible(str(failure.get("message")))
+        raise PlacementCancelled(f"the execution was {news.state.value} while it waited")
+    return None
 
 
 def _stay(child: PausedChild, book: Book, holder: holders.Holder) -> None:
@@ -281,8 +288,7 @@ def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -
         with os.fdopen(go_reader, "rb") as go:
             told = go.read()
         if told:
-            os.environ.update(json.loads(told))
-            os.execvp(command[0], command)
+            os.execvpe(command[0], command, child_environment(json.loads(told)))
     except OSError as error:
         os.write(failed_writer, str(error.errno).encode())
     finally:

@@ -109,7 +109,7 @@ class Job:
             wait.resolve(News(self._work.id, ExecutionState.CANCELLED, failure))
 
     def abandon(self, resolution: Resolution | None) -> None:
-        """The thread that waited goes away (Ctrl-C), perhaps with a `resolution` unread: nothing is left in the book."""
+        """The thread that waited goes away (Ctrl-C), perhaps with a `resolution` unread: nothing stays in the book."""
         failure: dict[str, object] = {"type": "KeyboardInterrupt", "message": "interrupted while waiting"}
         self._service.abandon(self._work.id, state=ExecutionState.CANCELLED, failure=failure)
         if isinstance(resolution, Claimed):
@@ -166,14 +166,19 @@ class Job:
         self._service.tell_set_up(key)
         return cached
 
-    def _was_set_up(self, key: Any) -> None:
-        """While this job waits, another one has set up a resource that it waits for too. Called by that one's thread."""
+    def _was_set_up(self, key: Any) -> tuple[Request, ...] | None:
+        """While this job waits, another one has set up a resource that it waits for too: called by that one's thread.
+
+        What is left to ask for, or None when it was no part of this unit.
+        """
         work = self._setups.get(key)
-        if work is not None and self._parked:
-            requests = [request for each in self._unit() if each is not work for request in each.recorded]
-            shape = shape_of((self._service.host_id,), requests)
-            executions.drop_member(self._service.book, work.id, self._work.id, shape)
-            self._service.combine()
+        if work is None or not self._parked:
+            return None
+        left = tuple(request for each in self._unit() if each is not work for request in each.recorded)
+        shape = shape_of((self._service.host_id,), left)
+        executions.drop_member(self._service.book, work.id, self._work.id, shape)
+        self._service.combine()
+        return left
 
     def _call(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 from uuid import UUID
-
-import psycopg
 
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
@@ -42,14 +39,17 @@ Resolution = Claimed | News | PlacementTimeout
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A parked unit of this process and all it asks for: `resolve` is called once with what became of it, and must
-    not block. `was_set_up(key)` is told of every resource that is set up meanwhile. `give_up_at` is on this process's monotonic clock, or None to wait for ever.
+    """A parked unit of this process and all it asks for.
+
+    `resolve` is called once with what became of it, and must not block. `was_set_up(key)` is told of every resource
+    that is set up meanwhile, and answers with what the unit still asks for if that was part of it. `give_up_at` is on
+    this process's monotonic clock, or None to wait for ever.
     """
 
     unit_id: UUID
     requests: tuple[Request, ...]
     resolve: Callable[[Resolution], None]
-    was_set_up: Callable[[Any], None] = lambda key: None
+    was_set_up: Callable[[Any], tuple[Request, ...] | None] = lambda key: None
     give_up_at: float | None = None
 
 
@@ -77,7 +77,7 @@ class Service:
         self.outbox = Outbox()
         self._waits: dict[UUID, Wait] = {}
         self._waits_lock = threading.Lock()
-        self._listener: psycopg.Connection[tuple[object, ...]] | None = None
+        self._listener = self.book.listen()
         self._stopping = False
         self._outage_since: float | None = None
         self.resources = Resources()
@@ -106,7 +106,8 @@ class Service:
         with self._waits_lock:
             waits = list(self._waits.values())
         for wait in waits:
-            wait.was_set_up(key)
+            if (left := wait.was_set_up(key)) is not None:
+                wait.requests = left
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -120,7 +121,7 @@ class Service:
     def make_room(self) -> None:
         """Tear down idle resources that stand in the way of a waiting unit of this process. Runs user code."""
         with self._waits_lock:
-            wanted = [wait.requests for wait in self._waits.values()]
+            wanted = [wait.requests for wait in self._waits.values() if wait.requests]
         if wanted and self.resources.anything_idle():
             self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
 
@@ -144,22 +145,23 @@ class Service:
         """In a forked child: nothing of the parent's is ours."""
         self._stopping = True
         self.book.forget()
-        self._listener = None
+        self._listener.forget()
         self.outbox.close()
 
     def _loop(self) -> None:
         next_tick = time.monotonic() + self.tick_seconds
         while not self._stopping:
-            self._sleep(next_tick)
-            tick = time.monotonic() >= next_tick
+            tick = False
             try:
+                self._sleep(next_tick)
+                tick = time.monotonic() >= next_tick
                 self._commit()
                 if tick:
                     holders.beat(self.book, self.holder)
                     reconciler.run_pass(self.book, self.host_id)
                 self._attend_waits(tick=tick)
                 self._recovered()
-            except (BookError, psycopg.Error) as error:
+            except BookError as error:
                 self._out_of_reach(error)
             except Exception:  # the thread must live: whoever holds leases depends on it; the log says what to report
                 log.exception("jayrun's background service met an unexpected error and goes on")
@@ -171,15 +173,9 @@ class Service:
         with self._waits_lock:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
         until = min([next_tick, *deadlines])
-        sources = [self.outbox.wake_reader]
-        if self._listener is not None:
-            sources.append(self._listener.fileno())
         if not self.outbox.messages or self._outage_since is not None:
-            select.select(sources, [], [], max(until - time.monotonic(), 0))
+            self._listener.wait(until - time.monotonic(), self.outbox.wake_reader)
         self.outbox.drain_wakes()
-        if self._listener is not None:
-            for _ in self._listener.notifies(timeout=0):
-                pass  # whoever it names, the look that follows is cheap and tells the truth
 
     def _commit(self) -> None:
         """Tell the book what ended, in order; what could not be told stays enqueued."""
@@ -223,9 +219,9 @@ class Service:
         with self._waits_lock:
             waits = dict(self._waits)
         if not waits:
-            self._close_listener()
+            self._listener.close()
             return
-        self._open_listener()
+        self._listener.open()
         told, woken = executions.news(self.book, list(waits))
         if woken:
             self.combine()
@@ -262,20 +258,11 @@ class Service:
             for execution_id in resolution.members:
                 self.outbox.put(Finish(execution_id, ExecutionState.CANCELLED.value, None, 1))
 
-    def _open_listener(self) -> None:
-        if self._listener is None or self._listener.closed:
-            self._listener = self.book.listen()
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
     def _out_of_reach(self, error: Exception) -> None:
         if self._outage_since is None:
             self._outage_since = time.monotonic()
             log.warning("the book is out of reach; leases are kept and releases will be told later: %s", error)
-        self._close_listener()
+        self._listener.close()
         time.sleep(_OUTAGE_PAUSE_SECONDS)
 
     def _recovered(self) -> None:

@@ -132,10 +132,10 @@ def combine(book: Book, host_id: int) -> int:
     def unit(gate: Gate) -> int:
         picture = load(gate, host_id)
         probes.reach("combine.loaded")
-        changes = Changes()
+        changes = Changes(host_id)
         decided = _decide(picture, host_id)
         _admit_units(changes, picture, decided, host_id)
-        changes.write(gate, host_id, picture, decided)
+        changes.write(gate, decided)
         return len(decided.grants)
 
     return book.gated(unit)
@@ -169,7 +169,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> Outcome | None:
         if own is None and (not judged or not ask.wait):
             gate.leave()
             return Unavailable() if judged else None
-        changes = Changes()
+        changes = Changes(asker.host_id)
         lease_id = None
         if own is None:
             _park(changes, ask.unit)
@@ -177,7 +177,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> Outcome | None:
             _introduce(changes, ask.asker, upto=ask.position + 1, state="running")
             lease_id = changes.add_lease(slot, host_id=asker.host_id, holder_id=asker.holder_id, shares=own.plan[0])
         _admit_units(changes, picture, decided, asker.host_id)
-        epochs = changes.write(gate, asker.host_id, picture, decided)
+        epochs = changes.write(gate, decided)
         if own is None or lease_id is None:
             return Parked()
         return Granted(Lease(lease_id, epochs[lease_id], *slot[:2], _leased(own.plan[0], picture.uuids)))

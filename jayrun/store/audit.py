@@ -22,11 +22,12 @@ SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execu
        CASE WHEN l.ended_at IS NULL THEN 'live' ELSE l.end_reason END AS state, l.granted_at, l.ended_at,
        coalesce(l.ended_at, clock_timestamp()) - l.granted_at AS age,
        (SELECT json_agg(json_build_object('device', d.kind, 'device_id', d.host_index, 'device_uuid', d.device_uuid,
-                                          'memory_bytes', s.memory_bytes, 'exclusive', s.exclusive) ORDER BY d.host_index)
+                                          'memory_bytes', s.memory_bytes, 'exclusive', s.exclusive)
+                        ORDER BY d.host_index)
         FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id WHERE s.lease_id = l.id) AS shares,
        (SELECT json_agg(json_build_object('pid', o.pid, 'user', o.user_name, 'database_user', o.database_user,
-                                          'label', o.label, 'command', o.command, 'since', x.since, 'left_at', x.ended_at,
-                                          'last_seen', o.seen_at) ORDER BY x.since)
+                                          'label', o.label, 'command', o.command, 'since', x.since,
+                                          'left_at', x.ended_at, 'last_seen', o.seen_at) ORDER BY x.since)
         FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id WHERE x.lease_id = l.id) AS holders
 FROM jayrun.leases l JOIN jayrun.hosts h ON h.id = l.host_id JOIN jayrun.executions e ON e.id = l.execution_id
 WHERE l.id = :id

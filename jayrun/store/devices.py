@@ -1,4 +1,4 @@
-"""Devices: declared, updated, drained and removed, always behind the gate, so that no admission decides on half of it."""
+"""Devices: declared, updated, drained and removed, always behind the gate: no admission decides on half of it."""
 
 from __future__ import annotations
 
@@ -69,12 +69,11 @@ def remove(book: Book, host_id: int, *, kind: str, host_index: int) -> None:
     def unit(gate: Gate) -> None:
         device_id = _find(gate, host_id, kind, host_index)
         gate.execute(_FOLD, (device_id,))
-        row = gate.execute(_FIND, (host_id, kind, host_index)).fetchone()
-        assert row is not None
-        if row[1]:
+        [(_, leases)] = gate.execute(_FIND, (host_id, kind, host_index))
+        if leases:
             gate.leave()
             raise DeviceInUse(
-                f"device {kind} {host_index} still carries {row[1]} lease(s): "
+                f"device {kind} {host_index} still carries {leases} lease(s): "
                 f"`jayrun devices drain {host_index}`, and remove it when `jayrun leases list` shows none on it"
             )
         gate.execute(_REMOVE, (device_id,))
@@ -137,9 +136,8 @@ def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], s
 
 
 def _find(gate: Gate, host_id: int, kind: str, host_index: int) -> int:
-    row = gate.execute(_FIND, (host_id, kind, host_index)).fetchone()
-    if row is not None:
-        return int(row[0])
-    known = ", ".join(f"{each[0]} {each[1]}" for each in gate.execute(_EXISTING, (host_id,)).fetchall())
+    for found in gate.execute(_FIND, (host_id, kind, host_index)):
+        return int(found[0])
+    known = ", ".join(f"{each[0]} {each[1]}" for each in gate.execute(_EXISTING, (host_id,)))
     gate.leave()
     raise UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")

@@ -93,11 +93,7 @@ def is_lost(error: BaseException) -> bool:
 
 @contextmanager
 def driver_connection(engine: Engine) -> Iterator[PgConnection[Any]]:
-    """The psycopg connection under one of the engine's.
-
-    After any exception it is thrown away: behind an aborted pipeline psycopg and the server may disagree about which
-    statements are prepared, and a new connection is cheaper than finding out.
-    """
+    """The psycopg connection under one of the engine's; after any exception it is thrown away."""
     checked_out = engine.raw_connection()
     try:
         pg: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]

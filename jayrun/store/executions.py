@@ -21,8 +21,8 @@ _CLAIM = """
 UPDATE jayrun.executions SET state = 'running', claim = claim + 1
 WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation, age, waited_seconds
 """
-# Grants that nobody fetched go back: the leases end, the unit waits again at its old place, and sleeps until its process
-# shows life, so that a stopped process does not freeze devices again and again.
+# Grants that nobody fetched go back: the leases end, the unit waits again at its old place, and sleeps until its
+# process shows life, so that a stopped process does not freeze devices again and again.
 _UNCLAIMED = """
 SELECT e.id FROM jayrun.executions e, jayrun.settings s
 WHERE e.state = 'admitted' AND e.id = e.unit_id AND e.host_id = %s AND NOT e.detached
@@ -116,7 +116,7 @@ def return_unclaimed(book: Book, host_id: int) -> int:
 
 
 def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[str, Any] | None) -> bool:
-    """End a unit that waits, or was admitted and not claimed; what it was granted goes back. Combine if it returns True.
+    """End a unit that waits, or was admitted and not claimed; what it was granted goes back. Combine if True.
 
     False: it does not wait any more (it was claimed, or has ended).
     """
@@ -132,7 +132,7 @@ def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[
 
 
 def undo_ask(book: Book, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
-    """Take an ask back whose answer was never heard: a wait is withdrawn, a lease that was granted goes back. Combine."""
+    """Take an ask back whose answer was never heard: a wait is withdrawn, a granted lease goes back. Combine."""
     withdraw(book, unit_id, state=ExecutionState.CANCELLED, failure=None)
     book.written(lambda pg: pg.execute(_RETURN_SLOT, slot))
 

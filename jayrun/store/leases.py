@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
 
 from jayrun.store.transactions import Book
@@ -33,23 +34,12 @@ class Lease:
     shares: tuple[LeasedShare, ...]
 
 
-# Who leaves names (lease, epoch); a lease that ended, or that this process does not hold, is passed over. The last
-# holder's leave ends the lease and its shares (triggers). It takes no gate: the next admission folds it.
-_LEAVE = """
-UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = %s
-FROM unnest(%s::uuid[], %s::bigint[]) AS a (lease_id, epoch)
-JOIN jayrun.leases l ON l.id = a.lease_id AND l.epoch = a.epoch
-WHERE h.lease_id = l.id AND h.holder_id = %s AND h.ended_at IS NULL
-RETURNING h.lease_id
-"""
+# Two transactions in one message: the look whether somebody waits needs a snapshot of its own, after the commit.
+_LEAVE = "BEGIN; SELECT jayrun.leave(%s, %s, %s, %s); COMMIT; SELECT jayrun.anybody_waits(%s)"
 
-# Asked after the leave was committed, in a new snapshot. Whoever parks looks for unfolded releases after its own
-# commit, so of a release and a park that race at least one sees the other, and that one combines.
-_ANYBODY_WAITS = """
-SELECT EXISTS (SELECT FROM jayrun.executions
-               WHERE state = 'waiting' AND id = unit_id AND host_id = %s AND NOT dormant)
-"""
-
+_ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
+# Whoever parks looks for unfolded releases after its own commit. So of a release and a park that race, at least one
+# sees the other, and that one combines.
 _ANYTHING_TO_FOLD = """
 SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id
                WHERE s.ended_at IS NOT NULL AND s.folded_at IS NULL AND d.host_id = %s)
@@ -72,18 +62,18 @@ def release(
 ) -> bool:
     """Let the holder leave `leases` (id, epoch), durably. Returns whether somebody waits on the host: then combine.
 
-    A second release, one after a reclaim, and one with a wrong epoch change nothing. `reason`: "released" or "returned".
+    A second release, one after a reclaim, and one with a wrong epoch change nothing. `reason`: released or returned.
     """
     ordered = sorted(leases)
     ids = [lease_id for lease_id, _ in ordered]
     epochs = [epoch for _, epoch in ordered]
 
     def unit(pg: PgConnection[Any]) -> bool:
-        with pg.pipeline() as pipeline:
-            pg.execute(_LEAVE, (reason, ids, epochs, holder_id), prepare=True)
-            pipeline.sync()  # commits; the look needs its own snapshot
-            row = pg.execute(_ANYBODY_WAITS, (host_id,), prepare=True).fetchone()
-        return bool(row and row[0])
+        cursor = ClientCursor(pg)
+        cursor.execute(_LEAVE, (holder_id, ids, epochs, reason, host_id))
+        cursor.set_result(-1)
+        [(somebody_waits,)] = cursor.fetchall()
+        return bool(somebody_waits)
 
     return book.written(unit)
 

@@ -27,7 +27,7 @@ _HOLDS_ANYTHING = "SELECT 1 FROM jayrun.lease_holders WHERE holder_id = %s AND e
 
 _END_EXECUTIONS = """
 UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), waiting_since = NULL,
-    failure = jsonb_build_object('type', 'ProcessDied', 'message', 'the process of this execution ended without finishing it')
+    failure = jsonb_build_object('type', 'ProcessDied', 'message', 'its process ended without finishing it')
 WHERE holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
 """
 

@@ -7,21 +7,9 @@ from typing import Any
 from jayrun.domain.devices import Backend, Device
 from jayrun.domain.requests import Request
 
-COLUMNS = (
-    "device, backend, is_group, min_devices, max_devices, prefer_max_devices, group_bytes, per_device_bytes, "
-    "exclusive, device_id"
-)
-"""The columns that make a request, as `from_row` takes them."""
-
-RECORD = (
-    "device text, backend text, is_group boolean, min_devices integer, max_devices integer, "
-    "prefer_max_devices boolean, group_bytes bigint, per_device_bytes bigint, exclusive boolean, device_id integer"
-)
-"""The same, typed, for jsonb_to_recordset."""
-
 
 def from_row(row: list[Any] | tuple[Any, ...]) -> Request:
-    """The request of one row of `COLUMNS`."""
+    """The request of one row, as `jayrun.picture` gives it: the columns in the order of the table."""
     return Request(
         device=Device(row[0]),
         backend=Backend(row[1]),
@@ -37,7 +25,7 @@ def from_row(row: list[Any] | tuple[Any, ...]) -> Request:
 
 
 def to_record(request: Request) -> dict[str, Any]:
-    """The request as an object for `RECORD`."""
+    """The request as an object for `jayrun.write_pass`: the columns by name."""
     return {
         "device": request.device.value,
         "backend": request.backend.value,

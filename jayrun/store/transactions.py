@@ -1,12 +1,12 @@
 """The one door to the database: how each kind of transaction begins, is made durable, and is replayed.
 
-`Book.gated` is for admission: SERIALIZABLE, and the first statement locks `jayrun.gate`, so that admissions queue instead of
-aborting each other. The gate is not held through the flush: the admission commits with `synchronous_commit = off`, and a
-second, empty commit, synchronous, follows before anything is handed out. The log is a prefix, so that flush covers the
-admission too, and a crash before it loses both together.
+`Book.gated` is for admission: SERIALIZABLE, and the first statement locks `jayrun.gate`, so that admissions queue
+instead of aborting each other. The gate is not held through the flush: the admission commits with `synchronous_commit =
+off`, and a second, empty commit, synchronous, follows before anything is handed out. The log is a prefix, so that flush
+covers the admission too, and a crash before it loses both together.
 
-`Book.written` is for short guarded updates (release, finish, heartbeat): READ COMMITTED, a statement each. `Book.read` is for
-lists: one REPEATABLE READ, READ ONLY picture.
+`Book.written` is for short guarded updates (release, finish, heartbeat): READ COMMITTED, a statement each. `Book.read`
+is for lists: one REPEATABLE READ, READ ONLY picture.
 
 Each kind of failure has one budget, and nothing above this file replays again: a serialization failure or deadlock is
 replayed at once, the whole unit with fresh reads; a lost connection is replayed on a new one until `patience_seconds`
@@ -15,15 +15,17 @@ are over. A unit must therefore be safe to run again after its commit was done b
 
 from __future__ import annotations
 
+import contextlib
+import select
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
-from psycopg import Cursor, Pipeline
 from psycopg.errors import DeadlockDetected, SerializationFailure
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -36,47 +38,97 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 30.0
 """How long a transaction is replayed over lost connections before the caller is told (seconds of this process)."""
 REPLAYS = 100
-"""How often a refused transaction is replayed; one admission in ten thousand is refused once, so this is never reached."""
+"""How often a refused transaction is replayed; few are ever refused, and those once."""
 
 # A client that stops inside the gate would stop everyone; the server ends its transaction after this.
-_GATE_IDLE = "SET LOCAL idle_in_transaction_session_timeout = '5s'"
-_BEGIN = "BEGIN ISOLATION LEVEL SERIALIZABLE"
-_LOCK = "LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE"
+_OPEN = """
+BEGIN ISOLATION LEVEL SERIALIZABLE;
+SET LOCAL idle_in_transaction_session_timeout = '5s';
+SET LOCAL synchronous_commit = off;
+LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE;
+"""
 _FLUSH = "SELECT pg_logical_emit_message(true, 'jayrun', '')"
-_FLUSH_AND_NOTIFY = "SELECT pg_logical_emit_message(true, 'jayrun', ''), pg_notify('jayrun', %s)"
+_NOTIFY = ", pg_notify('jayrun', %s)"
 
 
 class Gate:
-    """An open admission transaction: statements run on one pipeline, so a unit costs two round trips."""
+    """An admission transaction. It opens with its first statement and in the same message, so that an admission costs
+    two round trips; and it needs no prepared statement, so that a pooler may stand in between."""
 
-    __slots__ = ("_pg", "_pipeline", "committed")
+    def __init__(self, pg: PgConnection[Any]) -> None:
+        self._cursor = ClientCursor(pg)
+        self._opening = _OPEN
+        self.left = False
 
-    def __init__(self, pg: PgConnection[Any], pipeline: Pipeline) -> None:
-        self._pg = pg
-        self._pipeline = pipeline
-        self.committed = False
+    def execute(self, statement: str, parameters: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        """Run one statement behind the gate; returns its rows."""
+        opening, self._opening = self._opening, ""
+        self._cursor.execute(opening + statement, parameters)
+        self._cursor.set_result(-1)
+        return self._cursor.fetchall() if self._cursor.description is not None else []
 
-    def execute(self, statement: str, parameters: tuple[object, ...] | None = None) -> Cursor[Any]:
-        """Queue a statement; its rows are there when they are fetched."""
-        return self._pg.execute(statement, parameters, prepare=True)
-
-    def commit(self, *, durable: bool = True, notify: str | None = None) -> None:
-        """Commit, let the gate go, and then make it durable, telling the listeners whom `notify` names."""
-        self.execute("COMMIT")
-        self._pipeline.sync()
-        if notify is not None:
-            self.execute(_FLUSH_AND_NOTIFY, (notify,))
-        elif durable:
-            self.execute(_FLUSH)
-        self._pipeline.sync()
-        self.committed = True
+    def commit(
+        self, statement: str = "SELECT", parameters: tuple[object, ...] = (), *, notify: str | None = None
+    ) -> list[tuple[Any, ...]]:
+        """Run a last statement, commit, let the gate go, and only then make it durable and tell those whom `notify`
+        names; all in one message. Returns the rows of the statement."""
+        flush = _FLUSH if notify is None else _FLUSH + _NOTIFY
+        told = () if notify is None else (notify,)
+        self._cursor.execute(f"{self._opening}{statement}; COMMIT; {flush}", (*parameters, *told))
+        self.left = True
+        self._cursor.set_result(-3)
+        return self._cursor.fetchall()
 
     def leave(self) -> None:
-        """Let the gate go with nothing written but the fold, which is true whatever was decided.
+        """Let the gate go with nothing written but the fold, which is true whatever was decided."""
+        self._cursor.execute(f"{self._opening}COMMIT")
+        self.left = True
 
-        (A COMMIT: psycopg forgets all prepared statements at a ROLLBACK.)
-        """
-        self.commit(durable=False)
+
+class Listener:
+    """A connection that LISTENs while somebody waits. What it hears is a hint to look at the book, and so is silence:
+    polling is the truth, so a connection that cannot be had is tried again at the next wait and missed by nobody."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: PgConnection[Any] | None = None
+
+    def open(self) -> None:
+        """Connect if it is not; a look at the book after this misses nothing that is told later."""
+        if self._connection is not None:
+            return
+        with contextlib.suppress(psycopg.Error, DBAPIError, PoolTimeout):
+            checked_out = self._engine.raw_connection()
+            connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
+            checked_out.detach()
+            connection.execute("LISTEN jayrun")
+            self._connection = connection
+
+    def wait(self, seconds: float, *sources: int) -> None:
+        """Until something is heard, one of the file descriptors `sources` is readable, or the time is over."""
+        heard = [] if self._connection is None else [self._connection.fileno()]
+        select.select([*sources, *heard], [], [], max(seconds, 0))
+        if self._connection is not None:
+            try:
+                for _ in self._connection.notifies(timeout=0):
+                    pass  # whomever it names, a look is cheap
+            except psycopg.Error:
+                self.close()
+
+    def forget(self) -> None:
+        """In a forked child: let the parent's connection be; psycopg tells the server nothing from there."""
+        self._connection = None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class Book:
@@ -102,13 +154,10 @@ class Book:
         """
 
         def attempt() -> T:
-            with driver_connection(self._engine) as pg, pg.pipeline() as pipeline:
-                gate = Gate(pg, pipeline)
-                gate.execute(_BEGIN)
-                gate.execute(_GATE_IDLE)
-                gate.execute(_LOCK)
+            with driver_connection(self._engine) as pg:
+                gate = Gate(pg)
                 result = unit(gate)
-                if not gate.committed:
+                if not gate.left:
                     raise AssertionError("an admission unit ended without commit or leave")
             probes.reach("gate.committed")
             return result
@@ -134,13 +183,9 @@ class Book:
 
         return self._replayed(attempt)
 
-    def listen(self) -> PgConnection[Any]:
-        """A connection of its own that LISTENs for admissions; the caller closes it. Not replayed."""
-        checked_out = self._engine.raw_connection()
-        connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
-        checked_out.detach()
-        connection.execute("LISTEN jayrun")
-        return connection
+    def listen(self) -> Listener:
+        """A connection of its own that hears of admissions; the caller closes it."""
+        return Listener(self._engine)
 
     def tick_seconds(self) -> float:
         """The book's setting: how often reconcilers look."""

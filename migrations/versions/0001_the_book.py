@@ -231,7 +231,7 @@ BEGIN
                      count(*) FILTER (WHERE exclusive) AS exclusives
               FROM new_shares WHERE folded_at IS NULL GROUP BY device_id) s
         WHERE d.id = s.device_id;
-    ELSE
+    ELSIF EXISTS (SELECT FROM new_shares WHERE folded_at IS NOT NULL) THEN
         UPDATE jayrun.devices d SET
             reserved_bytes = d.reserved_bytes - s.memory_bytes,
             share_count = d.share_count - s.shares,
@@ -291,14 +291,15 @@ CREATE TRIGGER shares_not_truncated BEFORE TRUNCATE ON jayrun.lease_shares FOR E
 CREATE FUNCTION jayrun.holders_to_leases() RETURNS trigger LANGUAGE plpgsql AS $f$
 BEGIN
     IF TG_OP = 'INSERT' THEN
-        UPDATE jayrun.leases l SET holder_count = l.holder_count + n.comers
-        FROM (SELECT lease_id, count(*) AS comers FROM new_holders GROUP BY lease_id) n
-        WHERE l.id = n.lease_id AND l.ended_at IS NULL;
         IF EXISTS (SELECT FROM new_holders n JOIN jayrun.leases l ON l.id = n.lease_id JOIN jayrun.holders o ON o.id = n.holder_id
                    WHERE l.ended_at IS NOT NULL OR n.ended_at IS NOT NULL OR o.state = 'ended') THEN
             RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
                 MESSAGE = 'jayrun.lease_holders: a live holder joins a lease that has not ended';
         END IF;
+        -- By nothing but its key: with one more condition, sessions older than the table's growth would scan it whole.
+        UPDATE jayrun.leases l SET holder_count = l.holder_count + n.comers
+        FROM (SELECT lease_id, count(*) AS comers FROM new_holders GROUP BY lease_id) n
+        WHERE l.id = n.lease_id;
     ELSE
         PERFORM FROM jayrun.leases WHERE id IN (SELECT lease_id FROM new_holders) ORDER BY id FOR UPDATE;
         UPDATE jayrun.leases l SET
@@ -400,6 +401,146 @@ CREATE TRIGGER events_fixed BEFORE UPDATE OR DELETE ON jayrun.lease_events FOR E
     EXECUTE FUNCTION jayrun.refuse('events are append-only');
 CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR EACH STATEMENT
     EXECUTE FUNCTION jayrun.refuse('events are append-only');
+"""
+
+# The book's own functions: the hot statements, planned once per session whatever stands between it and the client.
+FUNCTIONS = """
+CREATE FUNCTION jayrun.picture(
+    the_host bigint, the_execution uuid, the_position integer, the_invocation integer,
+    OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT waiting json,
+    OUT own_state text, OUT own_lease json) LANGUAGE plpgsql AS $f$
+BEGIN
+    UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
+    WHERE ended_at IS NOT NULL AND folded_at IS NULL
+      AND device_id IN (SELECT d.id FROM jayrun.devices d WHERE d.host_id = the_host);
+    SELECT s.bypass_limit, s.grants_per_batch INTO bypass_limit, grants_per_batch FROM jayrun.settings s;
+    SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
+                                     d.share_count, d.exclusive_count > 0, d.exclusive_only, d.state, d.device_uuid)
+                    ORDER BY d.kind, d.host_index)
+    INTO devices FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL;
+    -- The first few waiters of every shape (a loose index scan finds the shapes): equal ones are equally served or
+    -- not, and those further behind are reached when those before them have gone.
+    IF jayrun.anybody_waits(the_host) THEN
+        WITH RECURSIVE shapes (shape) AS (
+            (SELECT w.shape FROM jayrun.executions w
+             WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host ORDER BY w.shape LIMIT 1)
+            UNION ALL
+            SELECT (SELECT w.shape FROM jayrun.executions w
+                    WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host AND w.shape > s.shape
+                    ORDER BY w.shape LIMIT 1)
+            FROM shapes s WHERE s.shape IS NOT NULL)
+        SELECT json_agg(json_build_array(w.id, w.priority, w.age, w.bypassed, w.shape, w.holder_id, o.boot_id,
+                                         o.pid_namespace, o.pid, o.start_ticks, m.requests))
+        INTO waiting
+        FROM shapes
+        CROSS JOIN LATERAL (
+            SELECT w.* FROM jayrun.executions w
+            WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host AND w.shape = shapes.shape
+              AND NOT w.dormant
+            ORDER BY w.priority DESC, w.age LIMIT grants_per_batch) w
+        JOIN jayrun.holders o ON o.id = w.holder_id
+        CROSS JOIN LATERAL (
+            SELECT json_agg(json_build_array(m.id, q.position, m.invocation, q.device, q.backend, q.is_group, q.min_devices, q.max_devices, q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
+                            ORDER BY m.id = m.unit_id, m.age, q.position) AS requests
+            FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
+            WHERE m.unit_id = w.id AND m.state = 'waiting') m;
+    END IF;
+    IF the_execution IS NOT NULL THEN
+        SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
+        IF own_state IS NOT NULL THEN
+            SELECT json_build_array(l.id, l.epoch) INTO own_lease FROM jayrun.leases l
+            WHERE l.execution_id = the_execution AND l.position = the_position AND l.invocation = the_invocation;
+        END IF;
+    END IF;
+END $f$;
+COMMENT ON FUNCTION jayrun.picture IS
+    'Behind the gate: folds what ended on the host, then reads its devices, its queue, and what became of one request';
+
+CREATE FUNCTION jayrun.write_pass(d jsonb) RETURNS TABLE (lease_id uuid, lease_epoch bigint) LANGUAGE plpgsql AS $f$
+BEGIN
+    IF d ? 'executions' THEN
+        INSERT INTO jayrun.executions (
+            id, kind, name, unit_id, host_id, holder_id, state, priority, shape, invocation, waiting_since)
+        SELECT x.id, x.kind, x.name, x.unit_id, x.host_id, x.holder_id, x.state, x.priority, x.shape, x.invocation,
+               CASE WHEN x.state = 'waiting' THEN clock_timestamp() END
+        FROM jsonb_to_recordset(d -> 'executions') AS x (
+            id uuid, kind text, name text, unit_id uuid, host_id bigint, holder_id uuid, state text, priority integer,
+            shape text, invocation integer);
+    END IF;
+    IF d ? 'requests' THEN
+        INSERT INTO jayrun.placement_requests (execution_id, position, device, backend, is_group, min_devices, max_devices, prefer_max_devices, group_bytes, per_device_bytes, exclusive, device_id)
+        SELECT x.* FROM jsonb_to_recordset(d -> 'requests') AS x (
+            execution_id uuid, position integer, device text, backend text, is_group boolean, min_devices integer,
+            max_devices integer, prefer_max_devices boolean, group_bytes bigint, per_device_bytes bigint,
+            exclusive boolean, device_id integer);
+    END IF;
+    IF d ? 'parked' THEN
+        UPDATE jayrun.executions e SET state = 'waiting', shape = x.shape, invocation = x.invocation, bypassed = 0,
+            waiting_since = clock_timestamp()
+        FROM jsonb_to_recordset(d -> 'parked') AS x (id uuid, shape text, invocation integer) WHERE e.id = x.id;
+    END IF;
+    IF d ? 'admitted' THEN
+        UPDATE jayrun.executions e SET state = 'admitted', invocation = e.invocation + 1,
+            admitted_at = clock_timestamp(), waiting_since = NULL,
+            waited_seconds = e.waited_seconds + extract(epoch FROM clock_timestamp() - e.waiting_since)
+        WHERE e.state = 'waiting'
+          AND e.unit_id IN (SELECT a::uuid FROM jsonb_array_elements_text(d -> 'admitted') a);
+    END IF;
+    IF d ? 'leases' THEN
+        RETURN QUERY
+        INSERT INTO jayrun.leases (id, execution_id, position, invocation, host_id)
+        SELECT x.id, x.execution_id, x.position, x.invocation, x.host_id
+        FROM jsonb_to_recordset(d -> 'leases') AS x (
+            id uuid, execution_id uuid, position integer, invocation integer, host_id bigint)
+        RETURNING id, epoch;
+        INSERT INTO jayrun.lease_shares (lease_id, device_id, memory_bytes, exclusive)
+        SELECT x.* FROM jsonb_to_recordset(d -> 'shares') AS x (
+            lease_id uuid, device_id bigint, memory_bytes bigint, exclusive boolean);
+        INSERT INTO jayrun.lease_holders (lease_id, holder_id)
+        SELECT x.id, x.holder_id FROM jsonb_to_recordset(d -> 'leases') AS x (id uuid, holder_id uuid);
+    END IF;
+    -- A waiter is written at most as often as it may be bypassed, however long it waits.
+    IF d ? 'bypasses' THEN
+        UPDATE jayrun.executions e SET bypassed = e.bypassed + x.times
+        FROM (SELECT w.id, count(*) AS times
+              FROM jsonb_to_recordset(d -> 'bypasses') AS b (shape text, priority integer, age bigint)
+              JOIN jayrun.executions w ON w.shape = b.shape AND w.host_id = (d -> 'host_id')::bigint
+                   AND w.state = 'waiting' AND w.id = w.unit_id AND NOT w.dormant
+                   AND (w.priority > b.priority OR (w.priority = b.priority AND w.age < b.age))
+              GROUP BY w.id) x, jayrun.settings s
+        WHERE e.id = x.id AND e.bypassed < s.bypass_limit;
+    END IF;
+    IF d ? 'impossible' THEN
+        UPDATE jayrun.executions e SET state = CASE WHEN e.id = e.unit_id THEN 'failed' ELSE 'cancelled' END,
+            waiting_since = NULL, ended_at = clock_timestamp(),
+            failure = jsonb_build_object('type', 'PlacementImpossible', 'message', x.message)
+        FROM jsonb_to_recordset(d -> 'impossible') AS x (id uuid, message text)
+        WHERE e.unit_id = x.id AND e.state = 'waiting';
+    END IF;
+END $f$;
+COMMENT ON FUNCTION jayrun.write_pass IS 'Behind the gate: writes what one admission decided; returns the new leases';
+
+CREATE FUNCTION jayrun.leave(the_holder uuid, lease_ids uuid[], lease_epochs bigint[], reason text) RETURNS bigint
+LANGUAGE plpgsql AS $f$
+DECLARE
+    leavers bigint;
+BEGIN
+    UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = reason
+    FROM unnest(lease_ids, lease_epochs) AS a (lease_id, epoch)
+    JOIN jayrun.leases l ON l.id = a.lease_id AND l.epoch = a.epoch
+    WHERE h.lease_id = l.id AND h.holder_id = the_holder AND h.ended_at IS NULL;
+    GET DIAGNOSTICS leavers = ROW_COUNT;
+    RETURN leavers;
+END $f$;
+COMMENT ON FUNCTION jayrun.leave IS
+    'A holder leaves leases, named by id and epoch; what ended already or is not its own is passed over';
+
+CREATE FUNCTION jayrun.anybody_waits(the_host bigint) RETURNS boolean LANGUAGE plpgsql STABLE AS $f$
+BEGIN
+    RETURN EXISTS (SELECT FROM jayrun.executions
+                   WHERE state = 'waiting' AND id = unit_id AND host_id = the_host AND NOT dormant);
+END $f$;
+COMMENT ON FUNCTION jayrun.anybody_waits IS 'Whether a unit waits on the host whose process shows life';
 """
 
 VIEWS = """
@@ -523,7 +664,7 @@ def upgrade() -> None:
     connection = op.get_bind().execution_options(
         no_parameters=True
     )  # so that % stays % and scripts may be many statements
-    for script in (TABLES, TRIGGERS, VIEWS):
+    for script in (TABLES, TRIGGERS, FUNCTIONS, VIEWS):
         connection.exec_driver_sql(script)
 
 

@@ -17,7 +17,7 @@ NOBODY_LISTENS = "postgresql://me:secret@127.0.0.1:1/db"
 
 def test_a_url_wins_and_is_never_ours_to_start_or_stop(room: Room) -> None:
     settings = room.settings(JAYRUN_DATABASE_URL=NOBODY_LISTENS)
-    assert embedded.locate(settings) == embedded.Book(NOBODY_LISTENS, "url", False, None)
+    assert embedded.locate(settings) == embedded.BookAddress(NOBODY_LISTENS, "url", False, None)
     assert embedded.ensure(settings).kind == "url"  # whether it answers, the connection will tell, with the reason
     with pytest.raises(BookUnreachable, match="JAYRUN_DATABASE_URL"):
         embedded.up(settings)
@@ -32,7 +32,7 @@ def test_a_url_that_answers_is_running(made: Room) -> None:
     book = embedded.up(made.settings())
     driver = book.url.replace("postgresql://", "postgresql+psycopg://")
     settings = made.settings(JAYRUN_DATABASE_URL=driver)
-    assert embedded.up(settings) == embedded.Book(book.url, "url", True, None)
+    assert embedded.up(settings) == embedded.BookAddress(book.url, "url", True, None)
     assert embedded.status(settings).server_version is not None
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
+from fleet import MakeRuntime
 
 from jayrun import Runtime
 from jayrun.runtime import service
-
-MakeRuntime = Callable[..., Runtime]
 
 
 @pytest.fixture

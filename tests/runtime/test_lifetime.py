@@ -16,8 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import MakeRuntime
-from fleet import gpus
+from fleet import MakeRuntime, gpus
 from history import replay
 from processes import CONTEXT, PATIENCE, process
 from test_waiting import Probe, Take, parked
@@ -140,7 +139,7 @@ def test_releases_go_to_the_next_waiter_in_the_same_breath(
 
 
 def test_a_forked_child_owns_nothing(make_runtime: MakeRuntime, book: Book) -> None:
-    """R27, as far as one process tree goes: the child's exit releases nothing, its door is closed, the parent goes on."""
+    """R27, as far as a plain fork goes: the child's exit releases nothing, its door is closed, the parent goes on."""
     runtime = make_runtime(devices=gpus(1))
     data = runtime.run(Take, memory_gb=2)
     answers: list[Placement] = []

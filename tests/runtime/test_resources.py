@@ -7,8 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import MakeRuntime
-from fleet import gpus
+from fleet import MakeRuntime, gpus
 from processes import PATIENCE
 from test_waiting import Probe, Take, parked
 

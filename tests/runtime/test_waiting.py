@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import psycopg
 import pytest
-from conftest import MakeRuntime
-from fleet import gpus
+from fleet import MakeRuntime, gpus
 from history import replay
 from processes import PATIENCE
 
@@ -52,10 +51,11 @@ class Probe(Operator):
 
 
 def parked(book: Book, count: int = 1) -> None:
-    """Wait until that many units are in the queue."""
+    """Wait until that many units, or none, are in the queue."""
     deadline = threading.Event()
     for _ in range(int(PATIENCE / 0.02)):
-        if len(audit.queue(book)) >= count:
+        waiting = len(audit.queue(book))
+        if waiting >= count and (count or not waiting):
             return
         deadline.wait(0.02)
     raise AssertionError(f"nobody waits: {audit.queue(book)}")
@@ -193,6 +193,7 @@ def _retry_decorator(self: Operator) -> Any:
             return self.placement.cuda(24)
         except Exception:
             continue
+    return None
 
 
 def _generator(self: Operator) -> Any:
@@ -267,7 +268,7 @@ def test_a_swallowed_signal_fails_loudly_and_leaves_nothing(
 
 
 def test_saved_exceptions_of_a_parked_invocation_keep_no_capacity(make_runtime: MakeRuntime, book: Book) -> None:
-    """R45: the first request was granted, its placement is a local of every frame that the saved signal went through."""
+    """R45: the first request was granted, its placement is a local of the frames that the signal went through."""
     runtime = make_runtime(devices=gpus(2))
     blocker = runtime.run(Take, memory_gb=24)
     saved: list[BaseException] = []
@@ -456,7 +457,7 @@ def test_cancelling_the_future_takes_it_out_of_the_queue(make_runtime: MakeRunti
     future = runtime.start(Take, memory_gb=24)
     parked(book)
     assert future.cancel()
-    assert audit.queue(book) == []
+    parked(book, 0)
     del blocker
 
 
@@ -487,10 +488,11 @@ def test_fail_fast_cancels_who_waits_and_refuses_new_work(make_runtime: MakeRunt
 
 
 def test_leaving_the_block_with_an_exception_cancels_who_waits(make_runtime: MakeRuntime, book: Book) -> None:
-    with pytest.raises(ZeroDivisionError), make_runtime(devices=gpus(1)) as runtime:
-        blocker = runtime.run(Take, memory_gb=24)
-        future = runtime.start(Take, memory_gb=24)
-        parked(book)
+    runtime = make_runtime(devices=gpus(1))
+    blocker = runtime.run(Take, memory_gb=24)
+    future = runtime.start(Take, memory_gb=24)
+    parked(book)
+    with contextlib.suppress(ZeroDivisionError), runtime:
         raise ZeroDivisionError
     with pytest.raises(PlacementCancelled):
         future.result(PATIENCE)
@@ -674,12 +676,12 @@ def test_bad_runs_are_refused(make_runtime: MakeRuntime) -> None:
         runtime.run(Take, memory_gb=1, timeout="soon")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="priority"):
         runtime.run(Take, memory_gb=1, priority=1.5)  # type: ignore[arg-type]
+
+    class Wrong(Operator):
+        def execute(self) -> int:
+            return 1
+
     with pytest.raises(TypeError, match="must return a Data"):
-
-        class Wrong(Operator):
-            def execute(self) -> int:
-                return 1
-
         runtime.run(Wrong)
     runtime.close()
     with pytest.raises(RuntimeClosed):

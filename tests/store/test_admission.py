@@ -378,8 +378,8 @@ def hammer(url: str, seed: int, rounds: int) -> None:
             assert outcome == Parked()
             with book.listen() as listener:
                 while (claimed := executions.claim(book, execution_id)) is None:
-                    for _ in listener.notifies(timeout=0.05, stop_after=1):
-                        pass
+                    listener.open()
+                    listener.wait(0.05)
             taken = list(claimed.leases)
         if leases.release(book, host_id, me.id, [(lease.id, lease.epoch) for lease in taken]):
             admission.combine(book, host_id)

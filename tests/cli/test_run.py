@@ -1,0 +1,187 @@
+"""`jayrun run`, as a person types it: real processes, signals, and the parent killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+from fleet import gpus
+from processes import PATIENCE
+
+from jayrun.runtime import reconciler
+from jayrun.settings import child_environment
+from jayrun.store import admission, audit, devices, holders
+from jayrun.store.transactions import Book
+
+JAYRUN = (sys.executable, "-c", "from jayrun.cli.app import main; main()")
+
+
+@pytest.fixture
+def host_id(book: Book, sql: psycopg.Connection) -> int:
+    """This host in the book, with two GPUs of 24 GB and a short tick."""
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 0.2")
+    key = holders.attest_host(book, None)
+    devices.declare(book, key, gpus(2))
+    return key
+
+
+@contextmanager
+def started(url: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`jayrun run ...` with its own process group, as from a shell with job control."""
+    environment = child_environment({"JAYRUN_DATABASE_URL": url}, without=("JAYRUN_", "CUDA_"))
+    child = subprocess.Popen(
+        [*JAYRUN, "run", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        yield child
+    finally:
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        child.communicate(timeout=PATIENCE)
+
+
+def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=PATIENCE)
+    return child.returncode, out, err
+
+
+def run(url: str, *arguments: str) -> tuple[int, str, str]:
+    with started(url, *arguments) as child:
+        return ended(child)
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def nothing_left(book: Book, host_id: int) -> None:
+    assert audit.leases(book) == []
+    assert audit.queue(book) == []
+    assert audit.violations(book) == []
+    admission.combine(book, host_id)
+    assert {row["reserved_bytes"] for row in audit.capacity(book)} == {0}
+
+
+def test_a_command_gets_its_devices_and_its_exit_code_is_passed_on(url: str, book: Book, host_id: int) -> None:
+    script = 'echo "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER ${#JAYRUN_LEASE}"; exit 7'
+    assert run(url, "--gpus", "2", "--memory-gb", "3", "--", "sh", "-c", script) == (7, "0,1 PCI_BUS_ID 36\n", "")
+    nothing_left(book, host_id)
+
+
+def test_uuids_are_given_where_they_are_known(url: str, book: Book, host_id: int, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.devices SET device_uuid = 'GPU-' || host_index")
+    assert run(url, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")[:2] == (0, "GPU-0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--gpus", "3", "--", "true"), 123, "can never be placed"),
+        (("--memory-gb", "25", "--", "true"), 123, "24 GB"),
+        (("--", "no-such-command"), 127, "no-such-command"),
+        (("--", "/etc/hostname"), 126, "/etc/hostname"),
+        (("--gpus", "many", "--", "true"), 122, "--gpus"),
+        (("--gpus", "2", "--device-id", "0", "--", "true"), 122, "--device-id"),
+        (("--memory-gb", "-1", "--", "true"), 122, "-1"),
+        (("--timeout", "-1", "--", "true"), 122, "--timeout"),
+        (("--timeout", "1", "--no-wait", "--", "true"), 122, "--no-wait"),
+        (("--memory-gb", "x", "--", "true"), 122, "--memory-gb"),
+        ((), 122, "COMMAND"),
+        (("--", "sh", "-c", "kill -9 $$"), 137, ""),
+        (("--", "sh", "-c", "exit 2"), 2, ""),
+    ],
+)
+def test_exit_codes(url: str, book: Book, host_id: int, arguments: tuple[str, ...], code: int, message: str) -> None:
+    found, _, err = run(url, *arguments)
+    assert (found, message in err) == (code, True), err
+    nothing_left(book, host_id)
+
+
+def test_an_unreachable_book_is_told(tmp_path: object) -> None:
+    code, _, err = run(f"postgresql://nobody@/none?host={tmp_path}", "--", "true")
+    assert code == 125
+    assert str(tmp_path) in err.replace("%2F", "/")
+
+
+def test_it_waits_says_who_is_in_the_way_and_goes_on(url: str, book: Book, host_id: int) -> None:
+    with started(url, "--gpus", "2", "--label", "first", "--", "sleep", "60") as first:
+        until(lambda: audit.leases(book))
+        with started(url, "--memory-gb", "5", "--", "echo", "my turn") as second:
+            until(lambda: audit.queue(book))
+            assert run(url, "--no-wait", "--", "true")[0] == 124
+            assert run(url, "--timeout", "0.1", "--", "true")[0] == 124
+            assert len(audit.queue(book)) == 1
+            first.send_signal(signal.SIGTERM)
+            assert ended(first)[0] == 128 + signal.SIGTERM  # passed on to the command, which ended by it
+            code, out, err = ended(second)
+            assert (code, out) == (0, "my turn\n")
+            assert "place 1 of 1" in err
+            assert "sleep" in err
+    nothing_left(book, host_id)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_while_waiting_leaves_nothing(url: str, book: Book, host_id: int, number: signal.Signals) -> None:
+    with started(url, "--gpus", "2", "--", "sleep", "60"):
+        until(lambda: audit.leases(book))
+        with started(url, "--", "echo", "never") as waiting:
+            until(lambda: audit.queue(book))
+            os.killpg(waiting.pid, number)  # as the terminal, or a closing one, does
+            code, out, _ = ended(waiting)
+            assert (code, out) == (128 + number, "")
+            assert audit.queue(book) == []
+
+
+def test_ctrl_c_reaches_the_command_alone(url: str, book: Book, host_id: int) -> None:
+    script = "trap 'echo caught; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+    with started(url, "--", "sh", "-c", script) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        os.killpg(child.pid, signal.SIGINT)
+        code, out, _ = ended(child)
+        assert (code, out) == (5, "caught\n")
+    nothing_left(book, host_id)
+
+
+def test_with_the_parent_killed_the_command_still_holds(url: str, book: Book, host_id: int) -> None:
+    with started(url, "--", "sh", "-c", "echo $$; exec sleep 60") as child:
+        assert child.stdout is not None
+        command = int(child.stdout.readline())
+        [lease] = audit.leases(book)
+        assert lease["pid"] == command
+        child.kill()
+        child.wait(PATIENCE)
+        assert reconciler.run_pass(book, host_id).reclaimed == 0
+        assert len(audit.leases(book)) == 1
+        os.kill(command, signal.SIGKILL)
+        until(lambda: reconciler.run_pass(book, host_id).reclaimed == 1)
+    nothing_left(book, host_id)
+
+
+def test_with_the_parent_killed_while_waiting_the_command_never_runs(url: str, book: Book, host_id: int) -> None:
+    with started(url, "--gpus", "2", "--", "sleep", "60"):
+        until(lambda: audit.leases(book))
+        with started(url, "--", "echo", "never") as waiting:
+            until(lambda: audit.queue(book))
+            waiting.kill()
+            out, _ = waiting.communicate(timeout=PATIENCE)
+            assert out == ""
+            until(lambda: reconciler.run_pass(book, host_id).reclaimed == 1)
+            assert audit.queue(book) == []
