@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psycopg
 import pytest
@@ -47,10 +47,8 @@ def started(url: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield child
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         child.communicate(timeout=PATIENCE)
 
 
