@@ -35,7 +35,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.wheel
 def test_the_wheel_holds_jayrun_and_nothing_else(built: Path) -> None:
     [wheel] = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jayrun"}
     tracked = subprocess.run(
         ["git", "ls-files", "jayrun", "cli", "migrations"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -47,7 +48,8 @@ def test_the_wheel_holds_jayrun_and_nothing_else(built: Path) -> None:
 @pytest.mark.wheel
 def test_the_sdist_can_be_built_from(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "README.md", "cli/app.py", "migrations/versions/0001_the_book.py"} <= names
 
 
