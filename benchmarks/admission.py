@@ -60,10 +60,20 @@ class Result:
 
 
 @dataclass(slots=True)
-class _Client:
+class StoreClient:
+    """A process that reserves and releases through the store."""
+
     book: Book
     holder: holders.Holder
-    start: Barrier
+
+    @classmethod
+    def enter(cls, url: str) -> StoreClient:
+        """A warm client of the book at `url`."""
+        book = Book(url, role="benchmark")
+        client = cls(book, holders.register(book, holders.attest_host(book, HOST), role="runtime"))
+        for _ in range(WARM_CYCLES):
+            client.cycle()
+        return client
 
     def cycle(self) -> float:
         """Reserve and release once; returns the seconds that reserving took."""
@@ -86,20 +96,18 @@ class _Client:
         return took
 
 
-_client: _Client
+_client: StoreClient
+_start: Barrier
 
 
 def _enter(url: str, start: Barrier) -> None:
-    global _client
-    book = Book(url, role="benchmark")
-    _client = _Client(book, holders.register(book, holders.attest_host(book, HOST), role="runtime"), start)
-    for _ in range(WARM_CYCLES):
-        _client.cycle()
+    global _client, _start
+    _client, _start = StoreClient.enter(url), start
 
 
 def _serve(seconds: float) -> list[float]:
     """Cycle for so long, beginning together with all others; returns how long each reserve took."""
-    _client.start.wait()
+    _start.wait()
     until = time.perf_counter() + seconds
     took: list[float] = []
     while True:

@@ -75,10 +75,13 @@ def _mismatch(request: Request, device: BookedDevice) -> str:
 
 def _needs(request: Request) -> str:
     kind = f"{request.device} with {request.backend}"
+    whole = not request.group_bytes and not request.per_device_bytes  # exclusive, whatever its memory
     if not request.group:
         pinned = "" if request.device_id is None else f" with device_id {request.device_id}"
-        return f"{format_bytes(request.shares(1)[0])} on one {kind}{pinned}"
+        return f"{'all of' if whole else format_bytes(request.shares(1)[0]) + ' on'} one {kind}{pinned}"
     counts = sorted({request.min_devices, request.max_devices})
+    if whole:
+        return f"{' to '.join(map(str, counts))} whole devices, each a {kind}"
     ways = " to ".join(f"{count} x {format_bytes(request.shares(count)[0])}" for count in counts)
     return f"{ways}, each on its own {kind}"
 

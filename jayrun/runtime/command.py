@@ -28,7 +28,7 @@ from jayrun.settings import child_environment
 from jayrun.store import admission, executions, holders, leases
 from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
 from jayrun.store.ids import new_id
-from jayrun.store.leases import Lease
+from jayrun.store.leases import Finished, Lease
 from jayrun.store.transactions import Book
 
 BEAT_SECONDS = 10.0
@@ -238,8 +238,8 @@ def _report(book: Book, holder: holders.Holder, execution_id: UUID, lease: Lease
         if lease is not None:
             state = ExecutionState.SUCCEEDED if code == 0 else ExecutionState.FAILED
             failure = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
-            leases.release(book, holder.host_id, holder.id, [(lease.id, lease.epoch)])
-            executions.finish(book, execution_id, state=state, failure=failure)
+            finished = [Finished(execution_id, state, failure)]
+            leases.settle(book, holder.host_id, holder.id, released=[(lease.id, lease.epoch)], finished=finished)
         holders.leave(book, holder)
         _hand_on(book, holder.host_id)
     except BookError as error:

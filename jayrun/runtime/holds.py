@@ -9,6 +9,8 @@ from threading import Event
 from typing import TypeAlias
 from uuid import UUID
 
+from jayrun.store.leases import Finished
+
 
 class Outbox:
     """What this process still has to tell the book. Filled from anywhere, finalizers included; emptied by the service.
@@ -46,26 +48,14 @@ class Outbox:
 
 
 class Release:
-    """This process lets go of a lease."""
+    """This process lets go of a lease, or gives it back because nothing ever used it."""
 
-    __slots__ = ("epoch", "lease_id", "reason")
+    __slots__ = ("epoch", "lease_id", "used")
 
-    def __init__(self, lease_id: UUID, epoch: int, reason: str = "released") -> None:
+    def __init__(self, lease_id: UUID, epoch: int, *, used: bool = True) -> None:
         self.lease_id = lease_id
         self.epoch = epoch
-        self.reason = reason
-
-
-class Finish:
-    """An execution of this process ended, in `state`, perhaps with a failure, in its attempt of that number."""
-
-    __slots__ = ("attempt", "execution_id", "failure", "state")
-
-    def __init__(self, execution_id: UUID, state: str, failure: dict[str, object] | None, attempt: int) -> None:
-        self.execution_id = execution_id
-        self.state = state
-        self.failure = failure
-        self.attempt = attempt
+        self.used = used
 
 
 class Undo:
@@ -78,7 +68,7 @@ class Undo:
         self.slot = slot
 
 
-Message: TypeAlias = "Release | Finish | Undo | Event"
+Message: TypeAlias = "Release | Finished | Undo | Event"
 
 
 class Hold:

@@ -20,7 +20,7 @@ from jayrun.domain.sequence import check_complete, check_next, shape_of
 from jayrun.domain.units import format_bytes
 from jayrun.errors import PlacementCancelled, PlacementImpossible, PlacementSignalSwallowed, PlacementTimeout
 from jayrun.runtime.data import Data
-from jayrun.runtime.holds import Finish, Undo
+from jayrun.runtime.holds import Undo
 from jayrun.runtime.operator import Operator, Resource, bound, declared_inputs
 from jayrun.runtime.placement import SWALLOWED, PlacementInterface
 from jayrun.runtime.resources import Cached
@@ -31,7 +31,7 @@ from jayrun.runtime.work import Invocation, Work
 from jayrun.store import admission, executions
 from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
 from jayrun.store.executions import Claimed, News
-from jayrun.store.leases import Lease
+from jayrun.store.leases import Finished, Lease
 
 log = logging.getLogger("jayrun")
 
@@ -360,7 +360,7 @@ class Job:
     def _finish(self, work: Work, state: ExecutionState, error: BaseException | None = None) -> None:
         if work.booked is not None:
             failure = None if error is None else _stored(error)
-            self._service.outbox.put(Finish(work.id, state.value, failure, self._attempt))
+            self._service.outbox.put(Finished(work.id, state, failure, self._attempt))
 
     def _seconds_left(self) -> float | None:
         """What is left of the timeout for waiting; None without one."""

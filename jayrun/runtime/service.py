@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any
 from uuid import UUID
@@ -22,11 +22,12 @@ from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.errors import BookError, PlacementTimeout
 from jayrun.runtime import reconciler
-from jayrun.runtime.holds import Finish, Outbox, Release, Undo
+from jayrun.runtime.holds import Outbox, Release, Undo
 from jayrun.runtime.resources import Resources
 from jayrun.store import admission, executions, holders, leases, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
+from jayrun.store.leases import Finished
 from jayrun.store.transactions import Book
 
 log = logging.getLogger("jayrun")
@@ -51,14 +52,6 @@ class Wait:
     resolve: Callable[[Resolution], None]
     was_set_up: Callable[[Any], tuple[Request, ...] | None] = lambda key: None
     give_up_at: float | None = None
-
-
-@dataclass(slots=True)
-class _Batch:
-    releases: list[Release] = field(default_factory=list)
-    finishes: list[Finish] = field(default_factory=list)
-    undone: list[Undo] = field(default_factory=list)
-    markers: list[threading.Event] = field(default_factory=list)
 
 
 class Service:
@@ -178,42 +171,32 @@ class Service:
         self.outbox.drain_wakes()
 
     def _commit(self) -> None:
-        """Tell the book what ended, in order; what could not be told stays enqueued."""
+        """Tell the book what ended; what could not be told stays enqueued."""
         messages = self.outbox.messages
-        batch = _Batch()
-        for _ in range(len(messages)):
-            message = messages.popleft()
-            if isinstance(message, Release):
-                batch.releases.append(message)
-            elif isinstance(message, Finish):
-                batch.finishes.append(message)
-            elif isinstance(message, Undo):
-                batch.undone.append(message)
-            else:
-                batch.markers.append(message)
+        batch = [messages.popleft() for _ in range(len(messages))]
         try:
-            somebody_waits = False
-            for reason in {release.reason for release in batch.releases}:
-                named = [(r.lease_id, r.epoch) for r in batch.releases if r.reason == reason]
-                somebody_waits |= leases.release(self.book, self.host_id, self.holder.id, named, reason=reason)
-            for undo in batch.undone:
+            undone = [message for message in batch if isinstance(message, Undo)]
+            for undo in undone:
                 executions.undo_ask(self.book, undo.unit_id, undo.slot)
-                somebody_waits = True
-            for each in batch.finishes:
-                executions.finish(
+            ends = [message for message in batch if isinstance(message, Release)]
+            finished = [message for message in batch if isinstance(message, Finished)]
+            if undone or ends or finished:
+                somebody_waits = leases.settle(
                     self.book,
-                    each.execution_id,
-                    state=ExecutionState(each.state),
-                    failure=each.failure,
-                    attempt=each.attempt,
+                    self.host_id,
+                    self.holder.id,
+                    released=[(end.lease_id, end.epoch) for end in ends if end.used],
+                    returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
+                    finished=finished,
                 )
-            if somebody_waits:
-                self.combine()
+                if somebody_waits:
+                    self.combine()
         except BaseException:
-            messages.extendleft(reversed([*batch.releases, *batch.undone, *batch.finishes, *batch.markers]))
+            messages.extendleft(reversed(batch))
             raise
-        for marker in batch.markers:
-            marker.set()
+        for message in batch:
+            if isinstance(message, threading.Event):
+                message.set()
 
     def _attend_waits(self, *, tick: bool) -> None:
         with self._waits_lock:
@@ -254,9 +237,9 @@ class Service:
             wait.resolve(resolution)
         elif isinstance(resolution, Claimed):  # it was abandoned while its grant was on the way
             for lease in resolution.leases:
-                self.outbox.put(Release(lease.id, lease.epoch, "returned"))
+                self.outbox.put(Release(lease.id, lease.epoch, used=False))
             for execution_id in resolution.members:
-                self.outbox.put(Finish(execution_id, ExecutionState.CANCELLED.value, None, 1))
+                self.outbox.put(Finished(execution_id, ExecutionState.CANCELLED))
 
     def _out_of_reach(self, error: Exception) -> None:
         if self._outage_since is None:

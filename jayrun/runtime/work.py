@@ -69,7 +69,7 @@ class Work:
     def give_back_unused(self, outbox: Outbox) -> None:
         """Leases of this invocation that no request took go back."""
         for lease in self.granted.values():
-            outbox.put(Release(lease.id, lease.epoch, "returned"))
+            outbox.put(Release(lease.id, lease.epoch, used=False))
         self.granted.clear()
 
 

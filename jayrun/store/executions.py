@@ -1,4 +1,4 @@
-"""Executions after their first request: claimed when admitted, withdrawn while waiting, finished in the end."""
+"""Executions after their first request: claimed when admitted, given back when nobody claims, withdrawn."""
 
 from __future__ import annotations
 
@@ -55,10 +55,6 @@ UPDATE jayrun.executions SET
     waiting_since = CASE WHEN id = unit_id THEN waiting_since END,
     shape = CASE WHEN id = unit_id THEN %s ELSE shape END
 WHERE id IN (%s, %s) AND state = 'waiting'
-"""
-_FINISH = """
-UPDATE jayrun.executions SET state = %s, ended_at = clock_timestamp(), failure = %s, attempt = %s
-WHERE id = %s AND state = 'running'
 """
 
 
@@ -140,14 +136,6 @@ def undo_ask(book: Book, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
 def drop_member(book: Book, execution_id: UUID, unit_id: UUID, shape: str) -> None:
     """Let a set-up that is no longer needed wait no longer with its unit, which now has that `shape`. Combine."""
     book.written(lambda pg: pg.execute(_DROP_MEMBER, (shape, execution_id, unit_id)))
-
-
-def finish(
-    book: Book, execution_id: UUID, *, state: ExecutionState, failure: dict[str, Any] | None = None, attempt: int = 1
-) -> None:
-    """Record how a running execution ended; a second finish changes nothing."""
-    stored = None if failure is None else Jsonb(failure)
-    book.written(lambda pg: pg.execute(_FINISH, (state.value, stored, attempt, execution_id)))
 
 
 def _return_leases(pg: PgConnection[Any], rows: list[Any]) -> None:

@@ -9,7 +9,9 @@ from uuid import UUID
 
 from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
+from psycopg.types.json import Jsonb
 
+from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store.transactions import Book
 
 
@@ -34,9 +36,12 @@ class Lease:
     shares: tuple[LeasedShare, ...]
 
 
-# Two transactions in one message: the look whether somebody waits needs a snapshot of its own, after the commit.
-_LEAVE = "BEGIN; SELECT jayrun.leave(%s, %s, %s, %s); COMMIT; SELECT jayrun.anybody_waits(%s)"
-
+_LEAVE = "SELECT jayrun.leave(%s, %s, %s, %s)"
+_FINISH = """
+UPDATE jayrun.executions e SET state = x.state, ended_at = clock_timestamp(), failure = x.failure, attempt = x.attempt
+FROM jsonb_to_recordset(%s) AS x (id uuid, state text, failure jsonb, attempt integer)
+WHERE e.id = x.id AND e.state = 'running'
+"""
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
 # Whoever parks looks for unfolded releases after its own commit. So of a release and a park that race, at least one
 # sees the other, and that one combines.
@@ -57,20 +62,59 @@ _LEASES_OF_UNIT = _LEASE.format("e.unit_id = %s AND l.invocation = e.invocation 
 _LEASE_BY_ID = _LEASE.format("l.id = %s")
 
 
-def release(
-    book: Book, host_id: int, holder_id: UUID, leases: Sequence[tuple[UUID, int]], *, reason: str = "released"
-) -> bool:
-    """Let the holder leave `leases` (id, epoch), durably. Returns whether somebody waits on the host: then combine.
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a running execution ended: its terminal state, the failure to store, and the number of its last attempt."""
 
-    A second release, one after a reclaim, and one with a wrong epoch change nothing. `reason`: released or returned.
+    execution_id: UUID
+    state: ExecutionState
+    failure: dict[str, Any] | None = None
+    attempt: int = 1
+
+
+Named = Sequence[tuple[UUID, int]]
+"""Leases by id and epoch."""
+
+
+def release(book: Book, host_id: int, holder_id: UUID, leases: Named) -> bool:
+    """Let the holder leave `leases`, durably. Returns whether somebody waits on the host: then combine."""
+    return settle(book, host_id, holder_id, released=leases)
+
+
+def settle(
+    book: Book,
+    host_id: int,
+    holder_id: UUID,
+    *,
+    released: Named = (),
+    returned: Named = (),
+    finished: Sequence[Finished] = (),
+) -> bool:
+    """Let the holder leave leases that were used (`released`) or never were (`returned`), and record how executions
+    ended; one durable commit. Returns whether somebody waits on the host: then combine.
+
+    What was settled before, also by a reclaim, and what names a wrong epoch changes nothing.
     """
-    ordered = sorted(leases)
-    ids = [lease_id for lease_id, _ in ordered]
-    epochs = [epoch for _, epoch in ordered]
+    statements, parameters = ["BEGIN"], []
+    for reason, leases in (("released", released), ("returned", returned)):
+        if leases:
+            ids, epochs = zip(*sorted(leases), strict=True)
+            statements.append(_LEAVE)
+            parameters += [holder_id, list(ids), list(epochs), reason]
+    if finished:
+        statements.append(_FINISH)
+        ends = [
+            {"id": str(each.execution_id), "state": each.state, "failure": each.failure, "attempt": each.attempt}
+            for each in finished
+        ]
+        parameters.append(Jsonb(ends))
+    # The look whether somebody waits is a transaction of its own in the same message: it needs a later snapshot.
+    statements += ["COMMIT", _ANYBODY_WAITS]
+    parameters.append(host_id)
 
     def unit(pg: PgConnection[Any]) -> bool:
         cursor = ClientCursor(pg)
-        cursor.execute(_LEAVE, (holder_id, ids, epochs, reason, host_id))
+        cursor.execute("; ".join(statements), parameters)
         cursor.set_result(-1)
         [(somebody_waits,)] = cursor.fetchall()
         return bool(somebody_waits)

@@ -606,16 +606,16 @@ CROSS JOIN LATERAL (
     FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
     WHERE m.unit_id = w.id AND m.state = 'waiting') r
 LEFT JOIN LATERAL (
-    SELECT string_agg(d.kind || ' ' || d.host_index || ': '
+    SELECT string_agg(d.device || ' ' || d.device_id || ': '
                || CASE WHEN d.state <> 'online' THEN d.state
-                       WHEN d.exclusive_count > 0 THEN 'exclusively leased'
+                       WHEN d.exclusively_leased THEN 'exclusively leased'
                        ELSE trim_scale(round((d.capacity_bytes - d.reserved_bytes) / 1e9, 3)) || ' of '
                             || trim_scale(round(d.capacity_bytes / 1e9, 3)) || ' GB free, '
-                            || d.share_count || ' lease(s)' END, '; ' ORDER BY d.host_index) AS devices
-    FROM jayrun.devices d
-    WHERE d.host_id = w.host_id AND d.removed_at IS NULL
-      AND EXISTS (SELECT FROM unnest(d.backends) b, unnest(ARRAY['*', d.host_index::text]) number
-                  WHERE d.kind || '/' || b || ':' || number = ANY (r.wanted))) f ON true
+                            || d.leases || ' lease(s)' END, '; ' ORDER BY d.device_id) AS devices
+    FROM jayrun_audit.capacity d
+    WHERE d.host_id = w.host_id
+      AND EXISTS (SELECT FROM unnest(d.backends) b, unnest(ARRAY['*', d.device_id::text]) number
+                  WHERE d.device || '/' || b || ':' || number = ANY (r.wanted))) f ON true
 WHERE w.state = 'waiting' AND w.id = w.unit_id;
 COMMENT ON VIEW jayrun_audit.queue IS
     'Who waits, in the order of admission per host, for what, and the state of the devices that could serve it';
