@@ -44,7 +44,11 @@ WARM_CYCLES = 20
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number of processes: medians over the repeats, with the lowest and highest of them."""
+    """One number of processes: medians over the turns, rates with the lowest and highest.
+
+    `ratio` is the median of the ratios of turns that followed each other. `aborts_per_success` counts every transaction
+    that the server rolled back, of either side, and all that happened while warming up.
+    """
 
     processes: int
     floor_per_second: tuple[float, float, float]
@@ -142,7 +146,7 @@ def measure(server: Throwaway, *, processes: int, seconds: int, repeats: int) ->
         processes=processes,
         floor_per_second=_spread(floor[1:]),
         jayrun_per_second=_spread(jayrun[1:]),
-        ratio=median(jayrun[1:]) / median(floor[1:]),
+        ratio=median(ours / least for ours, least in zip(jayrun[1:], floor[1:], strict=True)),
         most_to_least_served=median(unevenness[1:]),
         aborts_per_success=aborted / len(reserving),
         reserve_p50_ms=percentiles[49] * 1e3,

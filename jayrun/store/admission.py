@@ -117,32 +117,47 @@ def reserve(book: Book, ask: Ask) -> Outcome:
     """
     host_id = ask.asker.execution.host_id
     outcome = _try_reserve(book, ask, judged=False)
-    if outcome is None:
+    if isinstance(outcome.answer, Unavailable):
         reclaim.sweep(book, host_id)
+        if outcome.more:  # so many were served before it that the batch never reached it
+            combine(book, host_id)
         outcome = _try_reserve(book, ask, judged=True)
-        assert outcome is not None
-    if isinstance(outcome, Parked) and leases.anything_to_fold(book, host_id):
-        combine(book, host_id)  # a release that raced with the park did not see it, so the park looks for the release
-    return outcome
+    # A release that raced with a park did not see it, so the park looks for the release.
+    if outcome.more or (isinstance(outcome.answer, Parked) and leases.anything_to_fold(book, host_id)):
+        combine(book, host_id)
+    return outcome.answer
 
 
 def combine(book: Book, host_id: int) -> int:
-    """Fold what was released on the host and admit everyone who fits now; returns how many units were admitted."""
+    """Fold what was released on the host and admit everyone who fits now; returns how many units were admitted.
 
-    def unit(gate: Gate) -> int:
+    One transaction admits at most the book's `grants_per_batch`, so that the gate is never held long; as many follow as
+    it takes.
+    """
+
+    def unit(gate: Gate) -> tuple[int, bool]:
         picture = load(gate, host_id)
         probes.reach("combine.loaded")
         changes = Changes(host_id)
         decided = _decide(picture, host_id)
         _admit_units(changes, picture, decided, host_id)
         changes.write(gate, decided)
-        return len(decided.grants)
+        return len(decided.grants), _is_full(picture, decided)
 
-    return book.gated(unit)
+    admitted, more = book.gated(unit)
+    return admitted + combine(book, host_id) if more else admitted
 
 
-def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> Outcome | None:
-    """One transaction; None when it found nothing free and the dead were not looked at yet."""
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What one transaction answered, and whether its batch was full, so that more waiters may fit."""
+
+    answer: Outcome
+    more: bool = False
+
+
+def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
+    """One transaction. It parks nobody before the dead were `judged`: then it answers Unavailable and wrote nothing."""
     asker = ask.asker.execution
     slot = (asker.id, ask.position, ask.asker.invocation)
     waiter = Waiter(
@@ -155,20 +170,20 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> Outcome | None:
         shape="",  # no waiter has this shape: the ask is judged by itself
     )
 
-    def unit(gate: Gate) -> Outcome | None:
+    def unit(gate: Gate) -> _Tried:
         picture = load(gate, asker.host_id, slot)
         probes.reach("reserve.loaded")
-        if (known := _known(book, picture, slot)) is not None:
+        if (known := _known(book, picture)) is not None:
             gate.leave()
-            return known
+            return _Tried(known)
         decided = _decide(picture, asker.host_id, waiter)
         if asker.id in decided.impossible:
             gate.leave()
-            return Impossible(decided.impossible[asker.id])
+            return _Tried(Impossible(decided.impossible[asker.id]))
         own = next((grant for grant in decided.grants if grant.id == asker.id), None)
         if own is None and (not judged or not ask.wait):
             gate.leave()
-            return Unavailable() if judged else None
+            return _Tried(Unavailable(), _is_full(picture, decided))
         changes = Changes(asker.host_id)
         lease_id = None
         if own is None:
@@ -178,14 +193,16 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> Outcome | None:
             lease_id = changes.add_lease(slot, host_id=asker.host_id, holder_id=asker.holder_id, shares=own.plan[0])
         _admit_units(changes, picture, decided, asker.host_id)
         epochs = changes.write(gate, decided)
+        more = _is_full(picture, decided)
         if own is None or lease_id is None:
-            return Parked()
-        return Granted(Lease(lease_id, epochs[lease_id], *slot[:2], _leased(own.plan[0], picture.uuids)))
+            return _Tried(Parked(), more)
+        lease = Lease(lease_id, epochs[lease_id], *slot[:2], _leased(own.plan[0], picture.uuids))
+        return _Tried(Granted(lease), more)
 
     return book.gated(unit)
 
 
-def _known(book: Book, picture: Picture, slot: tuple[UUID, int, int]) -> Outcome | None:
+def _known(book: Book, picture: Picture) -> Outcome | None:
     """What an earlier try of the same ask did whose answer was lost, or what somebody did to the execution."""
     if picture.own_lease is not None:
         return Granted(leases.read_lease(book, UUID(picture.own_lease[0])))
@@ -212,6 +229,10 @@ def _decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admiss
             return decided
         for unit in dead:
             del picture.units[unit.waiter.id]
+
+
+def _is_full(picture: Picture, decided: Admission) -> bool:
+    return len(decided.grants) >= picture.batch
 
 
 def _park(changes: Changes, unit: tuple[Member, ...]) -> None:

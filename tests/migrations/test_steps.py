@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psycopg
 import pytest
+from processes import CONTEXT, PATIENCE
 from sqlalchemy.exc import ProgrammingError
 
 from jayrun.embedded import Throwaway
@@ -40,6 +41,12 @@ def objects(url: str) -> list[str]:
             """
         ).fetchall()
     return [row[0] for row in rows]
+
+
+def waiting_for_a_lock(connection: psycopg.Connection) -> list[tuple[int]]:
+    return connection.execute(
+        "SELECT pid FROM pg_sleep(0.01), pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    ).fetchall()
 
 
 def checked(url: str) -> None:
@@ -81,19 +88,14 @@ def test_the_code_needs_the_newest_step() -> None:
 
 
 def test_ten_upgrades_at_once_apply_one(empty_url: str) -> None:
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["jayrun.store.schema", "alembic.command"])
-    with psycopg.connect(empty_url, autocommit=True) as connection, ProcessPoolExecutor(10, processes) as pool:
-        connection.execute("BEGIN")
-        connection.execute("SELECT pg_advisory_xact_lock(%s)", (schema._UPGRADE_LOCK,))
-        upgrades = [pool.submit(schema.upgrade, empty_url) for _ in range(10)]
-        waiting = 0
-        while waiting < 10 and not any(upgrade.done() for upgrade in upgrades):
-            (waiting,) = connection.execute(
-                "SELECT count(*) FROM pg_sleep(0.01), pg_locks WHERE locktype = 'advisory' AND NOT granted"
-            ).fetchone()
-        connection.execute("COMMIT")
-        outcomes = Counter(upgrade.result() for upgrade in upgrades)
+    with psycopg.connect(empty_url, autocommit=True) as connection, ProcessPoolExecutor(10, CONTEXT) as pool:
+        with connection.transaction():
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (schema._UPGRADE_LOCK,))
+            upgrades = [pool.submit(schema.upgrade, empty_url) for _ in range(10)]
+            deadline = time.monotonic() + PATIENCE
+            while len(waiting_for_a_lock(connection)) < 10:
+                assert time.monotonic() < deadline, "ten upgrades should wait for each other"
+        outcomes = Counter(upgrade.result(PATIENCE) for upgrade in upgrades)
     assert outcomes == {(None, schema.REVISION): 1, (schema.REVISION, schema.REVISION): 9}
     checked(empty_url)
 

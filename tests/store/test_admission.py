@@ -307,6 +307,31 @@ def test_adding_resizing_draining_and_removing_devices_judge_every_waiter(book: 
     assert state_of(sql, waiter) == "admitted"
 
 
+def test_a_batch_bounds_one_transaction_and_not_who_is_admitted(book: Book, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.settings SET grants_per_batch = 3")
+    stage = scene(book, gpus(1))
+    lease = stage.granted(cuda(24))
+    waiting = [stage.reserve(cuda(2))[0] for _ in range(8)]
+    transactions: list[None] = []
+    leases.release(book, stage.host_id, stage.holder.id, [(lease.id, lease.epoch)])
+    with probes.arm("combine.loaded", lambda: transactions.append(None)):
+        assert admission.combine(book, stage.host_id) == 8
+    assert {state_of(sql, each) for each in waiting} == {"admitted"}
+    assert len(transactions) == 3
+
+
+def test_an_ask_serves_the_waiters_that_its_own_batch_left_behind(book: Book, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.settings SET grants_per_batch = 3")
+    stage = scene(book, gpus(1))
+    lease = stage.granted(cuda(24))
+    waiting = [stage.reserve(cuda(2))[0] for _ in range(8)]
+    leases.release(book, stage.host_id, stage.holder.id, [(lease.id, lease.epoch)])  # and its author dies
+    _, outcome = stage.reserve(cuda(2), wait=False)  # behind them all, and there is room for it too
+    assert isinstance(outcome, Granted)
+    assert {state_of(sql, each) for each in waiting} == {"admitted"}
+    assert audit.queue(book) == []
+
+
 # --- grants that nobody fetches --------------------------------------------------------------------------------------
 
 

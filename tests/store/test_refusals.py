@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from uuid import UUID
 
 import psycopg
 import pytest
+from processes import PATIENCE
 from psycopg.errors import IntegrityError, SerializationFailure
 
 from jayrun.store import holders
@@ -128,14 +130,19 @@ def meet(first: Sql, act: Callable[[Sql], None], second: Sql, act_too: Callable[
         with first.transaction():
             act(first)
             acting = pool.submit(act_too, second)
-            while not acting.done() and not waits(first, second):
-                pass
+            until(lambda: acting.done() or waits(first, second))
         acting.result()
 
 
 def waits(sql: Sql, waiter: Sql) -> bool:
     row = sql.execute("SELECT pg_blocking_pids(%s) <> '{}'", (waiter.info.backend_pid,)).fetchone()
     return row == (True,)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "what this waits for does not come"
 
 
 # --- more than there is ----------------------------------------------------------------------------------------------
@@ -305,6 +312,19 @@ def test_a_share_ends_also_when_its_lease_ends_while_it_is_added(hand: Sql, othe
     assert lease(hand, 1) == ("released", 0, 0, ["granted", "released"])
 
 
+def test_each_park_leaves_a_line_in_the_log(hand: Sql) -> None:
+    hand.execute("UPDATE jayrun.executions SET state = 'waiting', waiting_since = clock_timestamp(), shape = 'a'")
+    hand.execute("UPDATE jayrun.executions SET state = 'waiting', bypassed = 1")  # no new park
+    hand.execute(
+        "INSERT INTO jayrun.executions (id, unit_id, kind, name, host_id, holder_id, state, shape, waiting_since)"
+        " SELECT %(id)s, %(id)s, kind, name, host_id, holder_id, state, shape, waiting_since"
+        " FROM jayrun.executions LIMIT 1",
+        {"id": key(9)},
+    )
+    told = hand.execute("SELECT execution_id, holder_id FROM jayrun.lease_events WHERE kind = 'parked'").fetchall()
+    assert sorted(told) == [(key(execution), key(1)) for execution in (1, 2, 3, 4, 9)]
+
+
 # --- dead or alive ---------------------------------------------------------------------------------------------------
 
 
@@ -361,25 +381,25 @@ def test_heartbeats_do_not_disturb_an_admission(hand: Sql, other: Sql, book: Boo
 
 
 def test_heartbeats_touch_no_index(hand: Sql, book: Book) -> None:
+    def alone() -> bool:
+        """Whether every other session has ended, and so has told what it did."""
+        others = "SELECT FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        return hand.execute(others).fetchone() is None
+
     def updates() -> list[tuple[Any, ...]]:
-        """Updates of the two tables, and how many were not HOT, once every other connection has told its own."""
-        while hand.execute(
-            "SELECT FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-        ).fetchone():
-            pass
+        """Of each of the two tables: how many rows were updated, and how many of them not HOT."""
         return hand.execute(
             "SELECT relname, n_tup_upd, n_tup_upd - n_tup_hot_upd FROM pg_stat_user_tables"
             " WHERE schemaname = 'jayrun' AND relname IN ('hosts', 'holders') ORDER BY relname"
         ).fetchall()
 
+    until(alone)
     before = updates()
     for _ in range(50):
         holders.beat(book, holders.Holder(key(1), 1))
     book.close()
-    beaten = [(table, updated + 50, cold) for table, updated, cold in before]
-    while (after := updates()) < beaten:
-        pass
-    assert after == beaten
+    until(lambda: [count for _, count, _ in updates()] == [count + 50 for _, count, _ in before])
+    assert [cold for *_, cold in updates()] == [cold for *_, cold in before]
 
 
 # --- one hand, one statement -----------------------------------------------------------------------------------------
