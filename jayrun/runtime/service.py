@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ log = logging.getLogger("jayrun")
 
 EXIT_FLUSH_SECONDS = 2.0
 _OUTAGE_PAUSE_SECONDS = 1.0
+_LOOK_SECONDS = 0.5  # how often a flush looks whether the thread is still there to do it
 
 Resolution = Claimed | News | PlacementTimeout
 
@@ -109,7 +111,11 @@ class Service:
         """Wait until everything enqueued so far is committed; False when `timeout` seconds were not enough."""
         marker = threading.Event()
         self.outbox.put(marker)
-        return marker.wait(timeout)
+        give_up_at = math.inf if timeout is None else time.monotonic() + timeout
+        while not marker.wait(max(min(give_up_at - time.monotonic(), _LOOK_SECONDS), 0)):
+            if time.monotonic() >= give_up_at or not self._thread.is_alive():  # the interpreter is at its end
+                return marker.is_set()
+        return True
 
     def make_room(self) -> None:
         """Tear down idle resources that stand in the way of a waiting unit of this process. Runs user code."""
@@ -157,7 +163,8 @@ class Service:
             except BookError as error:
                 self._out_of_reach(error)
             except Exception:  # the thread must live: whoever holds leases depends on it; the log says what to report
-                log.exception("jayrun's background service met an unexpected error and goes on")
+                log.exception("jayrun's background service met an unexpected error and tries again")
+                time.sleep(_OUTAGE_PAUSE_SECONDS)
             if tick:
                 next_tick = time.monotonic() + self.tick_seconds
 
