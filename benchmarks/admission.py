@@ -4,6 +4,7 @@
 
 The floor is pgbench with the same row changes made by one prepared server-side call (`floor.sql`) behind the same gate,
 on the same server, with the same durability, in turns with jayrun. Each jayrun process is a real one with its own Book.
+The server is a throwaway one on the disk of TMPDIR.
 """
 
 from __future__ import annotations
@@ -223,6 +224,12 @@ def facts(url: str) -> dict[str, str | float]:
     }
 
 
+def opened(folder: Path) -> Path:
+    """`folder`, which may be entered by the account that the server runs as, so that TMPDIR chooses the disk."""
+    folder.chmod(0o755)
+    return folder
+
+
 def line(result: Result) -> str:
     rates = ("{:.0f} ({:.0f}-{:.0f})".format(*spread) for spread in (result.floor_per_second, result.jayrun_per_second))
     return (
@@ -240,8 +247,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     with (
-        tempfile.TemporaryDirectory(prefix="jayrun-benchmark-") as folder,
-        start_throwaway(Path(folder), settings=Settings.load(), configuration={"synchronous_commit": "on"}) as server,
+        tempfile.TemporaryDirectory(prefix="jayrun-benchmark-") as name,
+        start_throwaway(
+            opened(Path(name)), settings=Settings.load(), configuration={"synchronous_commit": "on"}
+        ) as server,
     ):
         prepare(server.url)
         where = facts(server.url)

@@ -56,35 +56,36 @@ def pid_namespace() -> int:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat: when the process started, in clock ticks since boot. None when it cannot be read.
-
-    A zombie counts as gone (None): it holds no memory and runs no code. Tell None apart by `is_absent`.
-    """
-    try:
-        stat = (_PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()  # the command in brackets may hold spaces and brackets
-    return int(fields[19])
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        stat = (_PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return False
-    return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] in (b"Z", b"X")
+    """Field 22 of /proc/PID/stat: when the process started, in clock ticks since boot. None when it cannot be read."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
 
 
 def is_absent(pid: int) -> bool:
-    """Whether the kernel says that no such process exists, or only its exit status is left (a zombie)."""
+    """Whether the kernel says that no such process exists, or that only its exit status is left (a zombie)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
+        pass
+    fields = _stat(pid)
+    if fields is None or fields[0] not in (b"Z", b"X"):
         return False
-    return _is_zombie(pid)
+    # The first thread of a living process may have ended before the others; then it looks like a zombie too.
+    try:
+        return len(os.listdir(_PROC / str(pid) / "task")) <= 1
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third on: the command before them may hold spaces and brackets."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def incarnation(pid: int | None = None) -> Incarnation:

@@ -32,9 +32,8 @@ class Runtime:
 
     `url`: a PostgreSQL URL; default JAYRUN_DATABASE_URL, else jayrun's own server, which is started when needed.
     `devices`: declarations to add to this host's (none is altered). `failure_mode`: whether the first execution that
-    fails for good cancels those that wait. `label`: free text shown beside everything this process holds (the first Runtime of a
-    process decides). `threads`:
-    how many started executions run at once; one that waits uses none.
+    fails for good cancels those that wait. `label`: free text shown beside everything this process holds (the first
+    Runtime of a process decides). `threads`: how many started executions run at once; one that waits uses none.
 
     A context manager: leaving the block waits for what was started, then closes; after an exception what waits is
     cancelled first. Raises `BookUnreachable` and `SchemaMismatch` when the book cannot be used.
