@@ -70,7 +70,7 @@ def run(
         code = run_command(child, book, host_id, terms, command=command, waiting=_Progress(book, request))
     except CannotExecute as error:
         typer.echo(f"jayrun: {error}", err=True)
-        raise typer.Exit(127 if error.errno == errno.ENOENT else 126) from None
+        raise typer.Exit(127 if error.number == errno.ENOENT else 126) from None
     except PlacementImpossible as error:
         raise _failure(error, 3) from None
     except PlacementTimeout as error:

@@ -63,6 +63,10 @@ class BookUnreachable(BookError):
     """No connection to the database; the message says which address, why, and what to run."""
 
 
+class BookDenied(BookError):
+    """The database does not let this user do it; the message says who can change that."""
+
+
 class BookBusy(BookError):
     """A transaction was refused again and again (serialization, deadlock) until its retry budget was used up."""
 

@@ -22,7 +22,8 @@ def why_impossible(
     Several requests are all named; when one of them already fails alone (`fits_alone`), the numbers are told for it.
     """
     if not devices:
-        return f"{_names(requests)} can never be placed: no device is declared here"
+        remedy = "no device is declared on this host; `jayrun devices declare` does that"
+        return f"{_names(requests)} can never be placed: {remedy}"
     culprit = next((request for request in requests if not fits_alone(request)), None)
     if culprit is None:
         least = sum(request.group_bytes + request.min_devices * request.per_device_bytes for request in requests)

@@ -7,9 +7,11 @@ as the command, also when this parent is killed; and a child whose parent is kil
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +26,7 @@ from jayrun.domain.devices import Backend
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.errors import BookError, BookUnreachable, PlacementCancelled, PlacementImpossible, PlacementTimeout
+from jayrun.runtime import reconciler
 from jayrun.settings import child_environment
 from jayrun.store import admission, executions, holders, leases
 from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
@@ -37,11 +40,11 @@ _FOR_THE_CHILD_ALONE = (signal.SIGINT, signal.SIGQUIT)  # the terminal sends the
 
 
 class CannotExecute(Exception):
-    """The command could not be executed; `errno` says why."""
+    """The command could not be executed; `number` is the errno that says why."""
 
-    def __init__(self, command: str, errno: int) -> None:
-        super().__init__(f"{command}: {os.strerror(errno)}")
-        self.errno = errno
+    def __init__(self, command: str, number: int) -> None:
+        super().__init__(f"{command}: {os.strerror(number)}")
+        self.number = number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +81,10 @@ class PausedChild:
         os.close(self._go)
         self._go = -1
         with os.fdopen(self._failed, "rb") as failed:
-            errno = failed.read()
-        if errno:
+            number = failed.read()
+        if number:
             self.wait()
-            raise CannotExecute(self._command[0], int(errno))
+            raise CannotExecute(self._command[0], int(number))
 
     def ended(self, timeout_seconds: float) -> bool:
         """Whether it has ended, waiting for that up to `timeout_seconds`."""
@@ -187,6 +190,9 @@ def _wait_for_turn(
                     if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
                         raise PlacementTimeout(f"waited {terms.timeout_seconds:g} s for {terms.request.describe()}")
                     continue  # admitted at the last moment
+                # Perhaps nobody else is there to see that who holds is dead.
+                if reconciler.run_pass(book, execution.host_id).admitted:
+                    continue
                 waiting(execution.id)
                 reachable = True
             except BookUnreachable as error:  # the place in the queue is kept by the book
@@ -290,6 +296,8 @@ def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -
         if told:
             os.execvpe(command[0], command, child_environment(json.loads(told)))
     except OSError as error:
-        os.write(failed_writer, str(error.errno).encode())
+        # A folder in PATH that may not be searched is no answer to whether the command exists.
+        unknown = "/" not in command[0] and shutil.which(command[0]) is None
+        os.write(failed_writer, str(errno.ENOENT if unknown else error.errno).encode())
     finally:
         os._exit(127)

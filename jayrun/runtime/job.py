@@ -314,7 +314,8 @@ class Job:
         for work in self._unit():
             work.booked = None  # it has ended in the book; a further attempt is a new execution
         if isinstance(resolution, PlacementTimeout):
-            raise resolution
+            asked = ", ".join(request.describe() for work in self._unit() for request in work.recorded)
+            raise PlacementTimeout(f"waited {self._timeout_seconds:g} s for {asked}; nothing of it is left")
         failure = resolution.failure or {}
         message = str(failure.get("message", "it was ended while it waited"))
         if failure.get("type") == "PlacementImpossible":

@@ -86,16 +86,14 @@ class Resources:
             if not any(cached.leases for cached in idle):
                 return 0
             fleet = devices.fleet(book, host_id)
-            by_index = {device.host_index: device.id for device in fleet}
             candidates = [
                 Endable(
                     cached.id,
                     tuple(
-                        Share(by_index[share.host_index], share.host_index, share.memory_bytes, share.exclusive)
+                        Share(share.device_key, share.host_index, share.memory_bytes, share.exclusive)
                         for hold, lease in cached.leases
                         if hold() is not None
                         for share in lease.shares
-                        if share.host_index in by_index
                     ),
                     cached.last_used,
                 )

@@ -38,9 +38,11 @@ class RetryPolicy:
     retry_on: tuple[type[Exception], ...] = (Exception,)
 
     def __post_init__(self) -> None:
+        named: object = self.retry_on
         object.__setattr__(self, "max_attempts", whole_number(self.max_attempts, "max_attempts", minimum=1))
-        named = self.retry_on
-        classes = tuple(named) if isinstance(named, Iterable) else (named,)
+        if isinstance(named, str) or not isinstance(named, Iterable):
+            raise TypeError(f"retry_on must be a tuple of exception classes, not {named!r}")
+        classes = tuple(named)
         for each in classes:
             if not (isinstance(each, type) and issubclass(each, Exception)):
                 raise TypeError(f"retry_on must name exception classes, not {each!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from typing import Any
 from jayrun import probes
 from jayrun.domain.checks import member, whole_number
 from jayrun.domain.devices import RuntimeDevice
+from jayrun.domain.units import format_bytes
 from jayrun.embedded import ensure
 from jayrun.errors import RuntimeClosed
 from jayrun.runtime.data import Data
@@ -23,6 +25,8 @@ from jayrun.runtime.service import Resolution, service_for
 from jayrun.settings import Settings
 from jayrun.store import devices as booked_devices
 from jayrun.store import schema
+
+log = logging.getLogger("jayrun")
 
 _ONE_ATTEMPT = RetryPolicy()
 
@@ -49,6 +53,8 @@ class Runtime:
         threads: int = 32,
         settings: Settings | None = None,
     ) -> None:
+        if not isinstance(devices, Iterable):
+            raise TypeError(f"devices must be RuntimeDevices, not {devices!r} ({type(devices).__name__})")
         declared = list(devices)
         for each in declared:
             if not isinstance(each, RuntimeDevice):
@@ -64,8 +70,7 @@ class Runtime:
         )
         self._service.runtimes += 1
         if declared:
-            booked_devices.add(self._service.book, self._service.host_id, declared)
-            self._service.combine()
+            self._add_devices(declared)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="jayrun-run")
         self._jobs: set[Job] = set()
         self._idle = threading.Condition()
@@ -150,6 +155,22 @@ class Runtime:
         if error is not None:
             self._cancel_waiting(f"its Runtime was left with {type(error).__name__}")
         self.close()
+
+    def _add_devices(self, declared: list[RuntimeDevice]) -> None:
+        book, host_id = self._service.book, self._service.host_id
+        booked_devices.add(book, host_id, declared)
+        booked = {(device.kind, device.host_index): device for device in booked_devices.fleet(book, host_id)}
+        for each in declared:
+            found = booked[each.device, each.device_id]
+            if found.capacity_bytes != each.memory_bytes:
+                log.warning(
+                    "%s %s is declared with %s already; the %s given here are ignored (`jayrun devices declare` alters)",
+                    each.device,
+                    each.device_id,
+                    format_bytes(found.capacity_bytes),
+                    format_bytes(each.memory_bytes),
+                )
+        self._service.combine()
 
     def _admit(
         self,

@@ -235,7 +235,7 @@ class Service:
         failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
         if executions.withdraw(self.book, wait.unit_id, state=ExecutionState.FAILED, failure=failure):
             self.combine()
-            self._resolve(wait, PlacementTimeout("waited for capacity longer than its timeout; nothing of it is left"))
+            self._resolve(wait, PlacementTimeout())
 
     def _resolve(self, wait: Wait, resolution: Resolution) -> None:
         with self._waits_lock:

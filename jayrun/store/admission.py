@@ -281,5 +281,6 @@ def _admit_units(changes: Changes, picture: Picture, decided: Admission, host_id
 
 def _leased(shares: tuple[Share, ...], uuids: dict[int, str | None]) -> tuple[LeasedShare, ...]:
     return tuple(
-        LeasedShare(share.host_index, uuids[share.device_id], share.memory_bytes, share.exclusive) for share in shares
+        LeasedShare(share.device_id, share.host_index, uuids[share.device_id], share.memory_bytes, share.exclusive)
+        for share in shares
     )

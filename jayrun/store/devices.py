@@ -20,7 +20,11 @@ ON CONFLICT (host_id, kind, host_index) DO UPDATE SET backends = excluded.backen
 """
 _ADD = """
 INSERT INTO jayrun.devices (host_id, host_index, kind, backends, capacity_bytes, exclusive_only)
-VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT (host_id, kind, host_index) DO NOTHING
+VALUES (%s, %s, %s, %s, %s, %s)
+ON CONFLICT (host_id, kind, host_index) DO UPDATE SET backends = excluded.backends,
+    capacity_bytes = excluded.capacity_bytes, exclusive_only = excluded.exclusive_only, state = 'online',
+    removed_at = NULL
+WHERE devices.removed_at IS NOT NULL
 """
 _FOLD = """
 UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from jayrun.errors import BookUnreachable
+from jayrun.errors import BookDenied, BookUnreachable
 
 # One idle connection per process is kept; bursts may open more, and give them back at once.
 _POOL = {"pool_size": 1, "max_overflow": 63, "pool_timeout": 30, "pool_use_lifo": True}
@@ -70,12 +70,28 @@ def reaching(url: str) -> Iterator[None]:
 
 
 def unreachable(url: str, error: BaseException) -> BookUnreachable:
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    reason = " ".join(str(cause).split()) or type(cause).__name__
     return BookUnreachable(
-        f"the book at {address(url)} cannot be reached: {reason}\n"
+        f"the book at {address(url)} cannot be reached: {_reason(error)}\n"
         "start jayrun's own server with `jayrun db up`, or check JAYRUN_DATABASE_URL"
     )
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def denied(url: str, error: BaseException) -> BookDenied:
+    return BookDenied(
+        f"the book at {address(url)} does not let you do that: {_reason(error)}\n"
+        "an administrator of that server can: `jayrun db up` or `jayrun db upgrade` as its owner renews the rights"
+    )
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether the database refused for want of rights."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return isinstance(cause, psycopg.errors.InsufficientPrivilege)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -44,6 +44,13 @@ class Holder:
     host_id: int
 
 
+def find_own_host(book: Book, explicit_identity: str | None) -> int | None:
+    """The key of this host, or None when the book does not know it; writes nothing."""
+    facts = {"explicit": explicit_identity, "boot_id": kernel.boot_id(), "machine_id": kernel.machine_id()}
+    found = book.written(lambda pg: pg.execute(_FIND_HOST, facts).fetchone())
+    return None if found is None else int(found[0])
+
+
 def attest_host(book: Book, explicit_identity: str | None) -> int:
     """The key of this host in the book, which is told that it lives; a new host is added.
 

@@ -17,8 +17,10 @@ from jayrun.store.transactions import Book
 
 @dataclass(frozen=True, slots=True)
 class LeasedShare:
-    """What a lease has of one device: the device's number on the host, its UUID if known, bytes, and whether alone."""
+    """What a lease has of one device: the device's key in the book, its number on the host, its UUID if known, bytes,
+    and whether it is exclusive."""
 
+    device_key: int
     host_index: int
     device_uuid: str | None
     memory_bytes: int
@@ -52,7 +54,8 @@ SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id =
 
 _LEASE = """
 SELECT l.id, l.epoch, l.execution_id, l.position,
-       array_agg(d.host_index ORDER BY d.host_index), array_agg(d.device_uuid ORDER BY d.host_index),
+       array_agg(d.id ORDER BY d.host_index), array_agg(d.host_index ORDER BY d.host_index),
+       array_agg(d.device_uuid ORDER BY d.host_index),
        array_agg(s.memory_bytes ORDER BY d.host_index), array_agg(s.exclusive ORDER BY d.host_index)
 FROM jayrun.leases l JOIN jayrun.executions e ON e.id = l.execution_id
 JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id

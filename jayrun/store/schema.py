@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 REVISION = "0001"
 """The revision that this code reads and writes; a test holds it equal to the newest file in `migrations`."""
 
+# On a server of jayrun's own every other user of the host is `jayrun_worker`. The rights stop accidents, not malice:
+# history cannot be deleted or rewritten by anybody, settings and schema belong to the owner.
+_GRANT = """
+DO $$ BEGIN
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'jayrun_worker') AND to_regclass('jayrun.gate') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA jayrun, jayrun_audit TO jayrun_worker;
+        GRANT SELECT ON ALL TABLES IN SCHEMA jayrun, jayrun_audit TO jayrun_worker;
+        GRANT INSERT, UPDATE ON jayrun.hosts, jayrun.devices, jayrun.holders, jayrun.executions, jayrun.leases,
+            jayrun.lease_shares, jayrun.lease_holders TO jayrun_worker;
+        GRANT INSERT ON jayrun.placement_requests, jayrun.lease_events TO jayrun_worker;
+        GRANT UPDATE ON jayrun.gate TO jayrun_worker;
+        GRANT USAGE ON ALL SEQUENCES IN SCHEMA jayrun TO jayrun_worker;
+    END IF;
+END $$
+"""
+
 _UPGRADE_LOCK = 0x6A617972756E  # "jayrun"; held by one transaction, so that ten upgrades at once apply one
 
 
@@ -101,6 +117,7 @@ def _migrate(url: str, target: str) -> tuple[str | None, str]:
             connection.execute(text("CREATE SCHEMA IF NOT EXISTS jayrun"))
             move = command.downgrade if target == "base" or (before or "") > target else command.upgrade
             move(_configuration(connection), target)
+            connection.execute(text(_GRANT))
             after = current_revision(connection)
         return before, after or "base"
     finally:

@@ -31,7 +31,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from jayrun import probes
 from jayrun.errors import BookBusy
-from jayrun.store.engine import connect_engine, driver_connection, is_lost, unreachable
+from jayrun.store.engine import connect_engine, denied, driver_connection, is_denied, is_lost, unreachable
 
 T = TypeVar("T")
 
@@ -213,6 +213,8 @@ class Book:
                 if refusals >= REPLAYS:
                     raise BookBusy(f"a transaction was refused {refusals} times, last with: {error}") from error
             except (psycopg.Error, DBAPIError, PoolTimeout) as error:
+                if is_denied(error):
+                    raise denied(self.url, error) from error
                 if not is_lost(error):
                     raise
                 now = time.monotonic()

@@ -611,7 +611,8 @@ LEFT JOIN LATERAL (
                        WHEN d.exclusively_leased THEN 'exclusively leased'
                        ELSE trim_scale(round((d.capacity_bytes - d.reserved_bytes) / 1e9, 3)) || ' of '
                             || trim_scale(round(d.capacity_bytes / 1e9, 3)) || ' GB free, '
-                            || d.leases || ' lease(s)' END, '; ' ORDER BY d.device_id) AS devices
+                            || d.leases || CASE WHEN d.leases = 1 THEN ' lease' ELSE ' leases' END END,
+               '; ' ORDER BY d.device, d.device_id) AS devices
     FROM jayrun_audit.capacity d
     WHERE d.host_id = w.host_id
       AND EXISTS (SELECT FROM unnest(d.backends) b, unnest(ARRAY['*', d.device_id::text]) number

@@ -183,3 +183,14 @@ def test_with_the_parent_killed_while_waiting_the_command_never_runs(url: str, b
             assert out == ""
             until(lambda: reconciler.run_pass(book, host_id).reclaimed == 1)
             assert audit.queue(book) == []
+
+
+def test_a_waiting_command_reclaims_the_dead_when_nobody_else_is_there(url: str, book: Book, host_id: int) -> None:
+    with started(url, "--gpus", "2", "--", "sh", "-c", "echo $$; exec sleep 60") as first:
+        assert first.stdout is not None
+        command = int(first.stdout.readline())
+        with started(url, "--", "echo", "my turn") as second:
+            until(lambda: audit.queue(book))
+            first.kill()
+            os.kill(command, signal.SIGKILL)
+            assert ended(second)[:2] == (0, "my turn\n")

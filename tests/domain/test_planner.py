@@ -219,7 +219,10 @@ def test_nothing_asked_is_granted() -> None:
 def test_a_host_without_devices_can_never_serve() -> None:
     verdict = judge([one(GB)], [])
     assert isinstance(verdict, Impossible)
-    assert verdict.reason == "cuda(memory_gb=1) can never be placed: no device is declared here"
+    assert (
+        verdict.reason == "cuda(memory_gb=1) can never be placed: no device is declared on this host; "
+        "`jayrun devices declare` does that"
+    )
 
 
 def test_a_search_that_is_given_up_never_says_impossible() -> None:

@@ -11,9 +11,10 @@ from fleet import MakeRuntime, gpus
 from processes import PATIENCE
 from test_waiting import Probe, Take, parked
 
-from jayrun import Data, Operator, Resource
+from jayrun import Data, Operator, Resource, RuntimeDevice
 from jayrun.errors import PlacementImpossible
-from jayrun.store import audit
+from jayrun.placement import Backend, Device
+from jayrun.store import audit, devices, holders
 from jayrun.store.transactions import Book
 
 log: list[str] = []
@@ -92,6 +93,14 @@ def test_an_idle_resource_in_the_way_is_torn_down_and_the_fewest_are(make_runtim
     runtime.run(Use, model=Model(name="big", size_gb=12))
     assert runtime.run(Take, memory_gb=14).value == "taken"
     assert log == ["setup old", "setup big", "teardown big"]
+
+
+def test_devices_of_two_kinds_with_one_number_are_told_apart(make_runtime: MakeRuntime, book: Book) -> None:
+    tpu = RuntimeDevice(Device.TPU, [Backend.XLA], 0, 24)
+    runtime = make_runtime(devices=[*gpus(1), tpu])
+    runtime.run(Use)
+    assert runtime.run(Take, memory_gb=20, timeout=PATIENCE).value == "taken"
+    assert log == ["setup model", "teardown model"]
 
 
 def test_of_equals_the_least_recently_used_goes(make_runtime: MakeRuntime, book: Book) -> None:
@@ -262,3 +271,14 @@ def test_inputs_are_wrapped_and_have_defaults(make_runtime: MakeRuntime) -> None
     assert runtime.run(WithDefault, left=1).value == 3
     assert runtime.run(WithDefault, left=Data(1), right=5).value == 6
     assert runtime.run(Probe, body=lambda self: "cpu").placement.device_ids == ()
+
+
+def test_devices_are_added_and_brought_back_but_never_altered(
+    make_runtime: MakeRuntime, book: Book, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_runtime(devices=gpus(2))
+    host_id = holders.attest_host(book, None)
+    devices.remove(book, host_id, kind="gpu", host_index=1)
+    make_runtime(devices=gpus(2, 80))
+    assert [row["capacity_bytes"] for row in audit.capacity(book)] == [24 * 10**9, 80 * 10**9]
+    assert "gpu 0 is declared with 24 GB already; the 80 GB given here are ignored" in caplog.text

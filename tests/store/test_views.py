@@ -141,15 +141,15 @@ def test_queue(hand: Sql) -> None:
         'SELECT position, execution, kind, priority, pid, "user", bypassed, asks, reason FROM jayrun_audit.queue'
         " ORDER BY host, position"
     ).fetchall()
-    free = "gpu 0: 4 of 10 GB free, 1 lease(s)"
-    every = f"{free}; tpu 0: 10 of 10 GB free, 0 lease(s); gpu 1: exclusively leased; gpu 2: draining"
+    free = "gpu 0: 4 of 10 GB free, 1 lease"
+    every = f"{free}; gpu 1: exclusively leased; gpu 2: draining; tpu 0: 10 of 10 GB free, 0 leases"
     whole = "xla exclusive + 2-3 x cuda 1.5 GB each 30 GB in all + 2 x opencl exclusive"
     assert rows == [
         (1, "Urgent", "operator", 7, 102, "bob", 0, whole, every),
         (2, "Slow", "operator", 0, 101, "ann", 2, "cuda:0 5 GB", free),
         (3, "stopped", "command", 0, 101, "ann", 0, "cuda:0 5 GB", "its process does not answer"),
         (4, "Foreign", "operator", 0, 101, "ann", 0, "rocm 0.000333333 GB", "no such device is declared"),
-        (1, "Else", "operator", 0, 103, "eve", 0, "cuda 5 GB", "gpu 0: 10 of 10 GB free, 0 lease(s)"),
+        (1, "Else", "operator", 0, 103, "eve", 0, "cuda 5 GB", "gpu 0: 10 of 10 GB free, 0 leases"),
     ]
 
 
