@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from jayrun.errors import JayrunError
 
@@ -18,7 +19,16 @@ from .queue import queue
 from .reconciler import reconciler
 from .run import RunCommand, run
 
+
+class Commands(TyperGroup):
+    """The commands in the order in which one gets to know them; typer would list groups last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["run", "devices", "leases", "queue", "db", "reconciler", "demo"]
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from jayrun import embedded
-from jayrun.errors import BookUnreachable
+from jayrun.errors import BookBusy, BookDenied, BookUnreachable
 from jayrun.settings import Settings
 from jayrun.store import schema
-from jayrun.store.engine import address
 from jayrun.store.transactions import Book
 
 
@@ -17,22 +18,52 @@ def open_book(settings: Settings, *, role: str = "cli", start: bool = False, pat
     `patience_seconds`: how long lost connections are tried again. Raises `BookUnreachable` with what to run, and
     `SchemaMismatch`.
     """
-    found = embedded.ensure(settings) if start else embedded.locate(settings)
-    if not found.running:
-        raise BookUnreachable(_not_running(found, settings))
+    found = running_book(settings, start=start)
     if start and found.kind != "url":
         schema.create_if_missing(found.url)
     book = Book(found.url, role=role, patience_seconds=patience_seconds)
     try:
         book.read(schema.check_revision)
+    except BaseException as error:
+        book.close()
+        if isinstance(error, BookUnreachable):
+            reason = str(error).partition("\n")[0]
+            raise BookUnreachable(f"{reason}\n{_remedy(found)}") from None
+        raise
+    return book
+
+
+def open_judged(settings: Settings) -> Book:
+    """The book for a listing, for the caller to close: this host's dead are ended first, so that none is shown as live.
+
+    Where that is refused, or too much is going on, the listing shows what there is.
+    """
+    from jayrun.runtime import reconciler
+    from jayrun.store import holders
+
+    book = open_book(settings)
+    try:
+        with suppress(BookDenied, BookBusy):
+            host_id = holders.find_own_host(book, settings.host_id)
+            if host_id is not None:
+                reconciler.run_pass(book, host_id)
     except BaseException:
         book.close()
         raise
     return book
 
 
-def _not_running(found: embedded.BookAddress, settings: Settings) -> str:
+def running_book(settings: Settings, *, start: bool) -> embedded.BookAddress:
+    """Where the book that applies is, its server running. Raises `BookUnreachable` with what to run."""
+    found = embedded.ensure(settings) if start else embedded.locate(settings)
+    if not found.running:
+        if found.kind == "url":
+            raise BookUnreachable(f"no server answers at {embedded.without_password(found.url)}: {_remedy(found)}")
+        raise BookUnreachable(embedded.how_to_start(settings))
+    return found
+
+
+def _remedy(found: embedded.BookAddress) -> str:
     if found.kind == "url":
-        return f"no server answers at {address(found.url)}: start it, or check JAYRUN_DATABASE_URL"
-    how = "`jayrun db up`" if embedded.may_manage(settings) else "`sudo jayrun db up`"
-    return f"the server in {found.place} is not running: start it with {how}"
+        return "start that server, or check JAYRUN_DATABASE_URL"
+    return "`jayrun db status` tells more about jayrun's own server"

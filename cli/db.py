@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import shlex
 from typing import Annotated
 
 import typer
@@ -11,30 +11,38 @@ import typer
 from jayrun import embedded
 from jayrun.settings import Settings
 
-NOT_RUNNING = 5
+from .book import running_book
+from .exits import UNREACHABLE
 
-db = typer.Typer(help="Start, stop and describe the PostgreSQL server that keeps the book.", no_args_is_help=True)
+db = typer.Typer(help="Start, stop and describe the server that keeps the book.", no_args_is_help=True)
 
 
 @db.command()
 def up() -> None:
-    """Start the server and bring its tables up to date; does nothing when both are so already.
+    """Start the server and bring its tables up to date.
 
-    As root this is the host's server, shared by all its users; otherwise your own, or the one in JAYRUN_HOME.
+    Does nothing when both are so already. As root this is the host's server, shared by all its users; otherwise your
+    own, or the one in JAYRUN_HOME.
     """
     settings = Settings.load()
-    if not embedded.locate(settings).running:
+    _tell_of_a_forgotten_one(settings)
+    if embedded.may_manage(settings) and not embedded.locate(settings).running:
         typer.echo("starting PostgreSQL; the first time takes a few seconds ...", err=True)
     book = embedded.up(settings)
     if book.kind == "url" or embedded.may_manage(settings):
         _upgrade(book.url)
-    typer.echo(f"running: {_without_password(book.url)}")
+    typer.echo(f"running: {embedded.without_password(book.url)}")
 
 
 @db.command()
 def down() -> None:
-    """Stop the server, ending every session; nothing but `jayrun db up` starts it again. Leases stay in the book."""
-    if embedded.down(Settings.load()):
+    """Stop the server, ending every session.
+
+    Nothing but `jayrun db up` starts it again. Leases stay in the book.
+    """
+    settings = Settings.load()
+    _tell_of_a_forgotten_one(settings)
+    if embedded.down(settings):
         typer.echo("stopped; `jayrun db up` starts it again")
     else:
         typer.echo("not running")
@@ -44,13 +52,17 @@ def down() -> None:
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")] = False,
 ) -> None:
-    """Say which book applies, where it is and whether its server runs (exit code 5 if not); starts nothing."""
-    found = embedded.status(Settings.load())
+    """Say which book applies, and whether its server runs.
+
+    Exit code 5 if it does not. Starts nothing.
+    """
+    settings = Settings.load()
+    found = embedded.status(settings)
     facts = {
         "kind": found.book.kind,
         "running": found.book.running,
         "held_down": found.held_down,
-        "url": _without_password(found.book.url),
+        "url": embedded.without_password(found.book.url),
         "server_version": found.server_version,
         "pid": found.pid,
         "folder": None if found.book.place is None else str(found.book.place),
@@ -62,20 +74,27 @@ def status(
     else:
         for name, value in facts.items():
             typer.echo(f"{name.replace('_', ' '):<15} {_words(value)}")
+    _tell_of_a_forgotten_one(settings)
     if not found.book.running:
-        raise typer.Exit(NOT_RUNNING)
+        raise typer.Exit(UNREACHABLE)
 
 
 @db.command()
 def url() -> None:
-    """Print the URL of the book, for psql and other clients; starts nothing."""
+    """Print the URL of the book, for psql and other clients.
+
+    Starts nothing.
+    """
     typer.echo(embedded.locate(Settings.load()).url)
 
 
 @db.command()
 def upgrade() -> None:
-    """Bring the book's tables up to what this jayrun needs, starting the server if necessary."""
-    before, after = _upgrade(embedded.ensure(Settings.load()).url)
+    """Bring the book's tables up to what this jayrun needs.
+
+    Starts the server if necessary.
+    """
+    before, after = _upgrade(running_book(Settings.load(), start=True).url)
     typer.echo(f"nothing to do at {after}" if before == after else f"upgraded from {before or 'nothing'} to {after}")
 
 
@@ -85,11 +104,18 @@ def _upgrade(database_url: str) -> tuple[str | None, str]:
     return schema.upgrade(database_url)
 
 
+def _tell_of_a_forgotten_one(settings: Settings) -> None:
+    """Of a private server from before the host had one: nothing uses it any more, and nothing else would end it."""
+    folder = embedded.forgotten(settings)
+    if folder is not None:
+        typer.echo(
+            f"a server of your own in {folder} still runs, beside the host's: "
+            f"`JAYRUN_HOME={shlex.quote(str(folder))} jayrun db down` ends it",
+            err=True,
+        )
+
+
 def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-" if value is None else str(value)
-
-
-def _without_password(database_url: str) -> str:
-    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", database_url)

@@ -138,16 +138,21 @@ def demo(
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
-    """Watch many processes share four GPUs of 24 GB that are only declared, on a database made for it and removed.
+    """Watch many processes share a few GPUs, one of them killed.
 
-    One of them is killed with SIGKILL while it holds a lease. Ends with a summary, and with exit code 1 unless no rule
-    was ever broken, the killed one's lease was reclaimed, and every byte was given back.
+    The four GPUs of 24 GB are only declared; the database is made for the demo and removed. One process is killed with
+    SIGKILL while it holds a lease. Ends with a summary. Exit code 1 if a rule was broken, the killed worker's lease was
+    not reclaimed, or bytes were left.
     """
     signal.signal(signal.SIGTERM, _end)
     summary = Summary(seed, workers, seconds)
-    with screen(stderr=as_json) as shown, _throwaway_book(shown) as (book, host_id):
-        _run(book, summary, shown)
-        _account(book, host_id, summary)
+    try:
+        with screen(stderr=as_json) as shown, _throwaway_book(shown) as (book, host_id):
+            _run(book, summary, shown)
+            _account(book, host_id, summary)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the demo's database is removed", err=True)
+        raise
     typer.echo(to_json({**asdict(summary), "ok": summary.ok}) if as_json else _text(summary))
     if not summary.ok:
         raise typer.Exit(FAILED)

@@ -50,7 +50,7 @@ def screen(*, stderr: bool = False) -> Iterator[Screen]:
     if console.is_terminal and not console.is_dumb_terminal:
         from rich.live import Live
 
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        with Live(console=console, auto_refresh=False) as live:  # the last picture stays
             yield Screen(lambda moment: live.update(picture(moment), refresh=True), say)
         return
     told_at = -LINE_SECONDS

@@ -6,19 +6,20 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from jayrun.devices.declared import load_devices
+from jayrun.domain.checks import whole_number
 from jayrun.domain.devices import Backend, Device, DeviceState, RuntimeDevice
-from jayrun.domain.units import format_bytes
+from jayrun.domain.units import format_bytes, gigabytes_to_bytes
 from jayrun.settings import Settings
 from jayrun.store import admission, audit, holders
 from jayrun.store import devices as booked
 from jayrun.store.transactions import Book
 
-from .book import open_book
+from .book import open_book, open_judged
 from .exits import checked_arguments
 from .options import AsJson
 from .render import Column, ranges, show_rows
@@ -42,26 +43,29 @@ COLUMNS = (
 Host = Annotated[
     str | None, typer.Option("--host", metavar="NAME", help="Another host of the book, by name or identity.")
 ]
-Kind = Annotated[Device, typer.Option("--device", help="The kind of the devices.")]
+Kind = Annotated[Literal["gpu", "tpu"], typer.Option("--device", help="The kind of the devices.")]
 Numbers = Annotated[list[int], typer.Argument(metavar="DEVICE_ID...", help="Numbers of devices on their host.")]
 
 
 @devices.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """List every declared device of every host: its state, its memory, and what could be leased now."""
-    with closing(open_book(Settings.load())) as book:
+    """List every declared device of every host.
+
+    Its state, its memory, and what could be leased of it now.
+    """
+    with closing(open_judged(Settings.load())) as book:
         rows = audit.capacity(book)
     show_rows(rows, COLUMNS, as_json=as_json, nothing="no devices: `jayrun devices declare` adds some")
 
 
 @devices.command()
 def declare(
-    device: Kind = Device.GPU,
+    device: Kind = "gpu",
     backend: Annotated[
         list[Backend] | None,
         typer.Option(
             metavar="|".join(Backend),
-            help="Software that the device is used by; again for more. Default for a GPU: cuda.",
+            help="Software that the device is used by; again for more. Default for a gpu: cuda.",
         ),
     ] = None,
     device_id: Annotated[
@@ -84,14 +88,15 @@ def declare(
     host: Host = None,
     as_json: AsJson = False,
 ) -> None:
-    """Declare devices of this host, in one of three ways: by options, from a file, or simulated.
+    """Declare devices of this host.
 
-    Declaring again updates. Leases stay, also where a device gets smaller than what is leased of it.
+    In one of three ways: by --device-id and --memory-gb, from a file, or simulated. Declaring again updates.
+    Leases stay, also where a device gets smaller than what is leased of it.
     """
     by_options = bool(device_id) or memory_gb is not None
     if by_options + (simulate is not None) + (file is not None) != 1:
         raise typer.BadParameter("give either --device-id and --memory-gb, or --simulate, or --file")
-    if not by_options and (backend or exclusive_only or device is not Device.GPU):
+    if not by_options and (backend or exclusive_only or device != "gpu"):
         raise typer.BadParameter("--device, --backend and --exclusive-only go with --device-id, not with the others")
     if file is not None:
         declared = load_devices(file)
@@ -102,61 +107,83 @@ def declare(
     else:
         if len(set(device_id)) < len(device_id):
             raise typer.BadParameter("the same --device-id is given twice")
-        backends = backend or ([Backend.CUDA] if device is Device.GPU else [])
+        if device != "gpu" and not backend:
+            raise typer.BadParameter(f"a {device} needs --backend, for example {Backend.XLA}")
+        kind, backends = Device(device), backend or [Backend.CUDA]
         with checked_arguments():
-            declared = [RuntimeDevice(device, backends, number, memory_gb, exclusive_only) for number in device_id]
+            for number in device_id:
+                whole_number(number, "--device-id")
+            _check_memory(memory_gb, "--memory-gb")
+            declared = [RuntimeDevice(kind, backends, number, memory_gb, exclusive_only) for number in device_id]
 
     def change(book: Book, host_id: int) -> None:
         booked.declare(book, host_id, declared)
         admission.combine(book, host_id)
 
-    _change(change, host=host, as_json=as_json, done=f"declared {_summary(declared)}", start=True)
+    only = {(each.device.value, each.device_id) for each in declared}
+    _change(change, host=host, as_json=as_json, done=f"declared {_summary(declared)}", start=True, only=only)
 
 
 @devices.command()
-def drain(numbers: Numbers, device: Kind = Device.GPU, host: Host = None, as_json: AsJson = False) -> None:
-    """Give devices no new leases; those that they carry stay until they end."""
+def drain(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: AsJson = False) -> None:
+    """Give devices no new leases.
+
+    Those that they carry stay until they end.
+    """
     _set_state(numbers, device, DeviceState.DRAINING, host=host, as_json=as_json, verb="draining")
 
 
 @devices.command()
-def resume(numbers: Numbers, device: Kind = Device.GPU, host: Host = None, as_json: AsJson = False) -> None:
+def resume(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: AsJson = False) -> None:
     """Let drained devices take leases again."""
     _set_state(numbers, device, DeviceState.ONLINE, host=host, as_json=as_json, verb="online:")
 
 
 @devices.command()
-def remove(numbers: Numbers, device: Kind = Device.GPU, host: Host = None, as_json: AsJson = False) -> None:
-    """Take devices that carry no leases out of the book; their history stays."""
+def remove(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: AsJson = False) -> None:
+    """Take devices that carry no leases out of the book.
+
+    Their history stays.
+    """
 
     def change(book: Book, host_id: int) -> None:
         for number in numbers:
-            booked.remove(book, host_id, kind=device.value, host_index=number)
+            booked.remove(book, host_id, kind=device, host_index=number)
             admission.combine(book, host_id)
 
     _change(change, host=host, as_json=as_json, done=f"removed {device} {ranges(numbers)}")
 
 
 def _set_state(
-    numbers: list[int], device: Device, state: DeviceState, *, host: str | None, as_json: bool, verb: str
+    numbers: list[int], device: str, state: DeviceState, *, host: str | None, as_json: bool, verb: str
 ) -> None:
     def change(book: Book, host_id: int) -> None:
         for number in numbers:
-            booked.set_state(book, host_id, kind=device.value, host_index=number, state=state)
+            booked.set_state(book, host_id, kind=device, host_index=number, state=state)
             admission.combine(book, host_id)
 
     _change(change, host=host, as_json=as_json, done=f"{verb} {device} {ranges(numbers)}")
 
 
 def _change(
-    change: Callable[[Book, int], None], *, host: str | None, as_json: bool, done: str, start: bool = False
+    change: Callable[[Book, int], None],
+    *,
+    host: str | None,
+    as_json: bool,
+    done: str,
+    start: bool = False,
+    only: set[tuple[str, int]] | None = None,
 ) -> None:
-    """Change the devices of one host, and say what was done, or with JSON what there is now."""
+    """Change the devices of one host, and say what was done, or with JSON what there is now (`only` these)."""
     settings = Settings.load()
     with closing(open_book(settings, start=start)) as book:
         host_id = holders.attest_host(book, settings.host_id) if host is None else booked.find_host(book, host)
         change(book, host_id)
-        rows = [row for row in audit.capacity(book) if row["host_id"] == host_id]
+        rows = [
+            row
+            for row in audit.capacity(book)
+            if row["host_id"] == host_id and (only is None or (row["device"], row["device_id"]) in only)
+        ]
     if as_json:
         show_rows(rows, COLUMNS, as_json=True, nothing="")
     else:
@@ -165,13 +192,18 @@ def _change(
 
 def _simulated(text: str) -> list[RuntimeDevice]:
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?) ?GB", text, re.IGNORECASE)
-    if found is None or not 1 <= int(found[1]) <= MOST_SIMULATED:
-        raise typer.BadParameter(
-            f"--simulate must be up to {MOST_SIMULATED} devices and their size, such as 8x80GB, not {text!r}"
-        )
+    if found is None:
+        raise typer.BadParameter(f"--simulate must be NxMGB, such as 8x80GB, but is {text!r}")
     with checked_arguments():
+        count = whole_number(int(found[1]), "the N of --simulate NxMGB", minimum=1, maximum=MOST_SIMULATED)
         size = float(found[2])
-        return [RuntimeDevice(Device.GPU, [Backend.CUDA], number, size) for number in range(int(found[1]))]
+        _check_memory(size, "the M of --simulate NxMGB")
+        return [RuntimeDevice(Device.GPU, [Backend.CUDA], number, size) for number in range(count)]
+
+
+def _check_memory(memory_gb: float, name: str) -> None:
+    if gigabytes_to_bytes(memory_gb, name) == 0:
+        raise ValueError(f"{name} must be positive, but is {memory_gb:g}")
 
 
 def _summary(declared: list[RuntimeDevice]) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
+from jayrun.embedded import NotADatabaseUrl
 from jayrun.errors import (
     BookUnreachable,
     DeviceFileError,
@@ -35,7 +36,7 @@ def exit_code(error: JayrunError) -> int:
             return IMPOSSIBLE
         case PlacementTimeout():
             return TIMED_OUT
-        case UnknownHost() | UnknownDevice() | UnknownId() | DeviceFileError():
+        case UnknownHost() | UnknownDevice() | UnknownId() | DeviceFileError() | NotADatabaseUrl():
             return USAGE
         case _:
             return FAILED

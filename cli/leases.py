@@ -12,11 +12,17 @@ from jayrun.domain.units import format_bytes
 from jayrun.settings import Settings
 from jayrun.store import audit
 
-from .book import open_book
+from .book import open_judged
 from .options import AsJson
 from .render import Column, Row, age, local, ranges, short_id, show_rows, to_json, to_lines
 
-leases = typer.Typer(help="Show who holds which capacity.", no_args_is_help=True)
+leases = typer.Typer(
+    help="""Show who holds which capacity.
+
+    There is no release command: a lease ends with its process or its data; `leases list` shows the pid.
+    """,
+    no_args_is_help=True,
+)
 
 COLUMNS = (
     Column("ID", lambda row: short_id(row["id"])),
@@ -41,7 +47,7 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List every live lease, oldest first."""
-    with closing(open_book(Settings.load())) as book:
+    with closing(open_judged(Settings.load())) as book:
         rows = [
             row
             for row in audit.leases(book)
@@ -55,8 +61,11 @@ def show(
     lease: Annotated[str, typer.Argument(metavar="ID", help="A lease's id, or enough of its beginning or end.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one lease, live or ended: its shares, its holders and what happened to it."""
-    with closing(open_book(Settings.load())) as book:
+    """Show one lease, live or ended.
+
+    Its shares, its holders and what happened to it.
+    """
+    with closing(open_judged(Settings.load())) as book:
         row = audit.lease(book, audit.find_lease(book, lease))
     typer.echo(to_json(row) if as_json else to_lines(_facts(row)))
 

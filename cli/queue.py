@@ -7,7 +7,7 @@ from contextlib import closing
 from jayrun.settings import Settings
 from jayrun.store import audit
 
-from .book import open_book
+from .book import open_judged
 from .options import AsJson
 from .render import Column, age, local, show_rows
 
@@ -21,12 +21,15 @@ COLUMNS = (
     Column("ASKS", lambda row: row["asks"] or "-", folds=True),
     Column("WAITING", lambda row: age(row["waiting"]), number=True),
     Column("SINCE", lambda row: local(row["waiting_since"]), spare=3),
-    Column("REASON", lambda row: row["reason"], folds=True),
+    Column("REASON", lambda row: row["reason"], folds=True, below=True),
 )
 
 
 def queue(as_json: AsJson = False) -> None:
-    """List who waits, in the order of admission, for what, and how the devices that could serve it stand."""
-    with closing(open_book(Settings.load())) as book:
+    """List who waits, in the order of admission, and why.
+
+    The reason says how the devices stand that could serve it.
+    """
+    with closing(open_judged(Settings.load())) as book:
         rows = audit.queue(book)
     show_rows(rows, COLUMNS, as_json=as_json, nothing="nobody waits")

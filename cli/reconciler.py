@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from jayrun import kernel
 from jayrun.errors import BookError
 from jayrun.runtime.reconciler import Pass, run_pass
 from jayrun.settings import Settings
@@ -36,10 +37,11 @@ def reconciler(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reclaim what dead processes of this host held, give back grants that nobody fetched, and admit who waits.
+    """End what dead processes of this host left behind.
 
-    Every running program does the same on the side; this one also does it while none runs. Any number of them may run
-    at once. Ends with SIGTERM or Ctrl-C.
+    Reclaims what they held, gives back grants that nobody fetched, and admits who waits. Every running program does the
+    same on the side; this one also does it while none runs. Any number of them may run at once. Ends with SIGTERM or
+    Ctrl-C.
     """
     settings = Settings.load()
     with closing(open_book(settings, role="reconciler", start=True, patience_seconds=PATIENCE_SECONDS)) as book:
@@ -64,6 +66,7 @@ def _ending_by_signal() -> threading.Event:
 
 def _loop(book: Book, settings: Settings, ending: threading.Event, *, every: float | None, as_json: bool) -> None:
     seconds = every or book.tick_seconds()
+    typer.echo(f"watching host {kernel.host_name()} every {seconds:g} s; Ctrl-C ends it", err=True)
     outage_since: float | None = None
     while not ending.is_set():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -20,6 +21,8 @@ _UNLIMITED_WIDTH = 100_000
 _GAP = 2
 _LEAST_FOLDED = 8
 _SHORT_ID = 12
+_INDENT = " " * 4
+_HERE_BELOW = "\ue000"  # marks a row's place; no cell has it, for it is not printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,8 @@ class Column:
     """A column of a table: its title, and what it says of a row.
 
     `number`: aligned to the right. `folds`: may take several lines where the terminal is narrow. `spare`: where that is
-    not enough the column is left out, the highest number first; 0 stays.
+    not enough the column is left out, the highest number first; 0 stays. `below`: where not all columns fit, this one
+    gets lines of its own under each row.
     """
 
     title: str
@@ -35,6 +39,7 @@ class Column:
     number: bool = False
     folds: bool = False
     spare: int = 0
+    below: bool = False
 
 
 def to_json(value: Row | Sequence[Row]) -> str:
@@ -49,19 +54,40 @@ def to_table(rows: Iterable[Row], columns: Sequence[Column], *, width: int | Non
 
     rows = list(rows)
     cells = {column: [printable(column.text(row)) for row in rows] for column in columns}
-    fitting = list(columns) if width is None else _fitting(cells, width)
+    below = [column for column in columns if column.below and width is not None and _width(cells) > width]
+    texts = {column: cells.pop(column) for column in below}
+    fitting = list(cells) if width is None else _fitting(cells, width)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold" if styled else "")
     for column in fitting:
         justify: Literal["left", "right"] = "right" if column.number else "left"
         table.add_column(column.title, justify=justify, no_wrap=not column.folds, overflow="fold")
     for number in range(len(rows)):
         table.add_row(*(cells[column][number] for column in fitting))
+        if below:
+            table.add_row(_HERE_BELOW)
     text = io.StringIO()
     console = Console(
         file=text, width=width or _UNLIMITED_WIDTH, force_terminal=styled, markup=False, highlight=False, emoji=False
     )
     console.print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
+    lines = [line.rstrip() for line in text.getvalue().rstrip("\n").split("\n")]
+    under = (_indented([texts[column][number] for column in below], width) for number in range(len(rows)))
+    return "\n".join(next(under) if line.strip() == _HERE_BELOW else line for line in lines)
+
+
+def _indented(texts: list[str], width: int | None) -> str:
+    return "\n".join(
+        textwrap.fill(text, width or _UNLIMITED_WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        for text in texts
+    )
+
+
+def _width(cells: dict[Column, list[str]]) -> int:
+    """How wide a table is where nothing folds."""
+    from rich.cells import cell_len
+
+    widest = [max(map(cell_len, [column.title, *texts])) for column, texts in cells.items()]
+    return sum(widest) + _GAP * (len(widest) - 1)
 
 
 def _fitting(cells: dict[Column, list[str]], width: int) -> list[Column]:

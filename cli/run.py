@@ -10,12 +10,15 @@ from uuid import UUID
 import typer
 from typer.core import TyperCommand
 
+from jayrun.domain.checks import MAX_INDEX, whole_number
 from jayrun.domain.devices import Backend, Device
-from jayrun.domain.requests import Request
-from jayrun.domain.units import format_bytes
-from jayrun.errors import BookUnreachable, JayrunError, PlacementImpossible, PlacementTimeout
+from jayrun.domain.requests import MAX_DEVICES, Request
+from jayrun.domain.units import format_bytes, gigabytes_to_bytes
+from jayrun.errors import JayrunError
 from jayrun.settings import Settings
 from jayrun.store.transactions import Book
+
+from .exits import USAGE, exit_code
 
 PATIENCE_SECONDS = 3.0
 """How long a lost connection is tried again before it is said; a wait, and the command, go on all the same."""
@@ -49,9 +52,12 @@ def run(
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Give up at once when nothing is free.")] = False,
     label: Annotated[str, typer.Option(help="Free text shown beside the lease.")] = "",
 ) -> None:
-    """Run COMMAND on GPUs of this host when they are free, with CUDA_VISIBLE_DEVICES set to them.
+    """Run COMMAND on GPUs of this host when they are free.
 
-    The lease lives as long as the command, also when jayrun itself is killed. Exit code: the command's own (128 +
+    It sees them, and no others, by CUDA_VISIBLE_DEVICES. The lease lives as long as the command, also when jayrun
+    itself is killed.
+
+    Exit code: the command's own (128 +
     signal); 120 + jayrun's code for failures of jayrun (122 usage, 123 impossible, 124 timed out waiting, 125 database
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
     """
@@ -59,9 +65,10 @@ def run(
 
     try:
         request = _request(gpus, memory_gb, exclusive, device_id)
+        whole_number(priority, "--priority", minimum=-MAX_INDEX - 1)
         seconds = _seconds(timeout, no_wait)
     except (TypeError, ValueError) as error:
-        raise _failure(error, 2) from None
+        raise _failure(error, USAGE) from None
     settings = Settings.load()
     child = PausedChild(command)  # forked before any connection or thread exists
     try:
@@ -71,14 +78,8 @@ def run(
     except CannotExecute as error:
         typer.echo(f"jayrun: {error}", err=True)
         raise typer.Exit(127 if error.number == errno.ENOENT else 126) from None
-    except PlacementImpossible as error:
-        raise _failure(error, 3) from None
-    except PlacementTimeout as error:
-        raise _failure(error, 4) from None
-    except BookUnreachable as error:
-        raise _failure(error, 5) from None
     except JayrunError as error:
-        raise _failure(error, 1) from None
+        raise _failure(error, exit_code(error)) from None
     finally:
         child.dismiss()
     raise typer.Exit(code)
@@ -89,7 +90,16 @@ def _request(gpus: str, memory_gb: float | None, exclusive: bool, device_id: int
     counts = re.fullmatch(r"(\d+)(?:-(\d+))?", gpus)
     if counts is None:
         raise ValueError(f"--gpus must be a number or MIN-MAX, but is {gpus!r}")
-    fewest, most = int(counts[1]), int(counts[2] or counts[1])
+    fewest, most = (
+        whole_number(int(count), "--gpus", minimum=1, maximum=MAX_DEVICES)
+        for count in (counts[1], counts[2] or counts[1])
+    )
+    if fewest > most:
+        raise ValueError(f"--gpus {gpus}: the first number is larger")
+    if memory_gb is not None and not gigabytes_to_bytes(memory_gb, "--memory-gb") and not exclusive:
+        raise ValueError("--memory-gb must be positive without --exclusive")
+    if device_id is not None:
+        whole_number(device_id, "--device-id")
     alone = exclusive or memory_gb is None
     if most == 1 and fewest == 1:
         return Request.single(

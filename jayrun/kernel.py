@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import getpass
 import os
+import select
 import signal
 import socket
 import sys
@@ -106,6 +107,17 @@ def verdict(recorded: Incarnation) -> Verdict:
     ticks = start_ticks(recorded.pid)
     absent = is_absent(recorded.pid)
     return judge(recorded, Sighting(boot_id=here[0], pid_namespace=here[1], start_ticks=ticks, absent=absent))
+
+
+def readable(seconds: float, *descriptors: int) -> bool:
+    """Wait until one of the file descriptors is readable, at most so many seconds; whether one is.
+
+    By poll(2): select(2) refuses descriptors from 1024 on, which a program with many open files reaches.
+    """
+    waiter = select.poll()
+    for descriptor in descriptors:
+        waiter.register(descriptor, select.POLLIN)
+    return bool(waiter.poll(max(seconds, 0) * 1000))
 
 
 def become_subreaper() -> None:

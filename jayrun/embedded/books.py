@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Ping
 
 from jayrun.embedded.places import PORT, Place, ping
 from jayrun.errors import ServerError
 from jayrun.settings import Settings
+
+
+class NotADatabaseUrl(ServerError):
+    """What JAYRUN_DATABASE_URL says is no address of a PostgreSQL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class BookAddress:
 
 
 def locate(settings: Settings) -> BookAddress:
-    """Whose book applies, without starting anything. Raises `ServerError` when JAYRUN_DATABASE_URL is not a URL."""
+    """Whose book applies, without starting anything. Raises `NotADatabaseUrl`."""
     if settings.database_url is not None:
         url = _plain(settings.database_url)
         return BookAddress(url, "url", _answers(ping(url)), None)
@@ -72,9 +79,22 @@ def _answers(answer: Ping) -> bool:
     return answer in (Ping.OK, Ping.REJECT)
 
 
+def without_password(url: str) -> str:
+    """`url`, which may be no URL, for people: nothing in it that could be a password."""
+    in_front = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)
+    return re.sub(r"(password\s*=\s*)('[^']*'?|[^\s&]+)", r"\1***", in_front, flags=re.IGNORECASE)
+
+
 def _plain(url: str) -> str:
     """`url` without the driver that SQLAlchemy allows in it (`postgresql+psycopg://`) and libpq does not."""
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme.partition("+")[0] not in ("postgresql", "postgres"):
-        raise ServerError("JAYRUN_DATABASE_URL must look like postgresql://user@host:5432/database")
-    return f"postgresql://{rest}"
+    plain = f"postgresql://{rest}"
+    try:
+        if not separator or scheme.partition("+")[0] not in ("postgresql", "postgres"):
+            raise ValueError("not a URL of PostgreSQL")
+        int(conninfo_to_dict(plain).get("port") or PORT)
+    except (ValueError, psycopg.ProgrammingError):
+        raise NotADatabaseUrl(
+            f"JAYRUN_DATABASE_URL must look like postgresql://user@host:5432/database, but is {without_password(url)!r}"
+        ) from None
+    return plain

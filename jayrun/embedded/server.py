@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from psycopg.pq import Ping
 
 from jayrun.embedded import alive, cluster
 from jayrun.embedded.accounts import Account, service_account
-from jayrun.embedded.books import BookAddress, book_at, host_exists, locate, place_for
+from jayrun.embedded.books import BookAddress, book_at, host_exists, locate, place_for, without_password
 from jayrun.embedded.places import Place
 from jayrun.embedded.programs import find_bindir, programs_for
 from jayrun.errors import BookUnreachable, ServerError
@@ -64,7 +65,9 @@ def up(settings: Settings) -> BookAddress:
     if settings.database_url is not None:
         book = locate(settings)
         if not book.running:
-            raise BookUnreachable("no server answers at JAYRUN_DATABASE_URL: start it, or unset the variable")
+            raise BookUnreachable(
+                f"no server answers at {without_password(book.url)}: start it, or unset JAYRUN_DATABASE_URL"
+            )
         return book
     place = place_for(settings)
     if not _is_up(place) or (_is_held_down(place) and _manages(place)):
@@ -82,7 +85,7 @@ def down(settings: Settings) -> bool:
         raise ServerError("JAYRUN_DATABASE_URL is set, and its server is not jayrun's to stop: unset the variable")
     place = place_for(settings)
     if not _manages(place):
-        raise ServerError(f"the server in {place.root} is not yours to stop: {_how(place, 'down')}")
+        raise ServerError(_obstacle(place) or f"the server in {place.root} is not yours to stop: {_how(place, 'down')}")
     if not place.data.exists():
         return False
     account = _account(place)
@@ -120,16 +123,45 @@ def may_manage(settings: Settings) -> bool:
     return settings.database_url is None and _manages(place_for(settings))
 
 
+def how_to_start(settings: Settings) -> str:
+    """That the server of the book that applies (no URL's) is not running, and what to run or to change about it."""
+    place = place_for(settings)
+    return _obstacle(place) or f"the server in {place.root} is not running: {_how(place, 'up')}"
+
+
+def forgotten(settings: Settings) -> Path | None:
+    """The folder of this user's private server when it still runs though the host's book applies, else None."""
+    if settings.database_url is not None or place_for(settings).kind != "host":
+        return None
+    private = Place.at("private", settings.data_home / "jayrun")
+    return private.root if private.ping() is Ping.OK else None
+
+
 def _manages(place: Place) -> bool:
+    if _obstacle(place) is not None:
+        return False
     if os.geteuid() == 0:
         return True
     try:
         return place.data.stat().st_uid == os.geteuid()
     except PermissionError:
         return False
-    except (FileNotFoundError, NotADirectoryError):
-        existing = next(folder for folder in (place.root, *place.root.parents) if folder.exists())
-        return os.access(existing, os.W_OK)
+    except FileNotFoundError:
+        return place.kind != "host"
+
+
+def _obstacle(place: Place) -> str | None:
+    """Why nothing can be made at `place`, and what to do; None where nothing is in the way, or has to be made."""
+    if os.path.exists(place.data) or (place.kind == "host" and os.geteuid() != 0):
+        return None
+    existing = next(folder for folder in (place.root, *place.root.parents) if os.path.exists(folder))
+    if not existing.is_dir():
+        return f"{existing} is a file where a folder is expected: remove it, or set JAYRUN_HOME to another folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        return f"cannot write in {existing} ({reason}): set JAYRUN_HOME to a folder of yours"
+    return None
 
 
 def _is_held_down(place: Place) -> bool:
@@ -145,6 +177,8 @@ def _is_up(place: Place) -> bool:
 
 
 def _start(place: Place, settings: Settings, *, lift_hold: bool) -> None:
+    if (obstacle := _obstacle(place)) is not None:
+        raise ServerError(obstacle)
     if not _manages(place):
         raise BookUnreachable(f"the server in {place.root} is not running: {_how(place, 'up')}")
     held = f"the book was stopped with `jayrun db down` and stays so until somebody says otherwise: {_how(place, 'up')}"
@@ -244,7 +278,7 @@ def _log_file(place: Place) -> Path:
     """The file the server writes its log to now."""
     try:
         current = (place.data / "current_logfiles").read_text()
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return place.start_log
     return Path(current.partition(" ")[2].strip() or place.start_log)
 

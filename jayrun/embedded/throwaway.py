@@ -43,7 +43,8 @@ class Throwaway:
         self._place = place
         self._programs = programs
         self._account = account
-        self._configuration = {"logging_collector": "off", **configuration}
+        # Shared memory in files of the data folder: in /dev/shm it would outlive a server that is killed.
+        self._configuration = {"logging_collector": "off", "dynamic_shared_memory_type": "mmap", **configuration}
         self._process: subprocess.Popen[str] | None = None
         for folder in temporary:
             weakref.finalize(self, _remove, folder, os.getpid())

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -62,6 +61,7 @@ class PausedChild:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose the exit code
         go_reader, self._go = os.pipe()
         self._failed, failed_writer = os.pipe()
         self.pid = os.fork()
@@ -88,7 +88,7 @@ class PausedChild:
 
     def ended(self, timeout_seconds: float) -> bool:
         """Whether it has ended, waiting for that up to `timeout_seconds`."""
-        return bool(select.select([self.pidfd], [], [], timeout_seconds)[0])
+        return kernel.readable(timeout_seconds, self.pidfd)
 
     def wait(self) -> int:
         """Its exit code, 128 + the signal's number if a signal ended it; waits for the end."""
@@ -143,8 +143,9 @@ def run_command(
                 _stay(child, book, holder)
         except BaseException:
             child.dismiss()
-            holders.leave(book, holder)
-            _hand_on(book, host_id)
+            with contextlib.suppress(BookError):  # then any pass of the host sees that the child is gone
+                holders.leave(book, holder)
+                _hand_on(book, host_id)
             raise
         code = child.wait()
         _report(book, holder, execution_id, lease, code)
@@ -188,7 +189,7 @@ def _wait_for_turn(
                 if give_up_at is not None and time.monotonic() >= give_up_at:
                     failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited too long"}
                     if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
-                        raise PlacementTimeout(f"waited {terms.timeout_seconds:g} s for {terms.request.describe()}")
+                        raise _timed_out(terms)
                     continue  # admitted at the last moment
                 # Perhaps nobody else is there to see that who holds is dead.
                 if reconciler.run_pass(book, execution.host_id).admitted:
@@ -199,9 +200,15 @@ def _wait_for_turn(
                 if reachable:
                     print(f"jayrun: {error}\njayrun: still waiting", file=sys.stderr)
                 reachable = False
+                if give_up_at is not None and time.monotonic() >= give_up_at:
+                    raise _timed_out(terms) from error
             left = tick_seconds if give_up_at is None else min(give_up_at - time.monotonic(), tick_seconds)
             listener.wait(left, child.pidfd)
     return None
+
+
+def _timed_out(terms: Terms) -> PlacementTimeout:
+    return PlacementTimeout(f"waited {terms.timeout_seconds:g} s for {terms.request.describe()}")
 
 
 def _granted(book: Book, execution: Execution) -> Lease | None:
@@ -212,11 +219,13 @@ def _granted(book: Book, execution: Execution) -> Lease | None:
         told, _ = executions.news(book, [execution.id])
     for news in told:
         failure = news.failure or {}
-        if news.state is ExecutionState.ADMITTED:
+        if news.state in (ExecutionState.ADMITTED, ExecutionState.RUNNING):
             claimed = executions.claim(book, execution.id)
             return None if claimed is None else claimed.leases[0]
         if failure.get("type") == "PlacementImpossible":
             raise PlacementImpossible(str(failure.get("message")))
+        if failure.get("type") == "PlacementTimeout":  # withdrawn by a try whose answer was lost
+            raise PlacementTimeout(str(failure.get("message")))
         raise PlacementCancelled(f"the execution was {news.state.value} while it waited")
     return None
 
@@ -277,7 +286,8 @@ def _signals_for(child: PausedChild) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    # What was ignored when this process started (nohup) stays ignored, for the command too.
+    before = {number: signal.signal(number, forward) for number in _FORWARDED if not _is_ignored(number)}
     before |= {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_CHILD_ALONE}
     try:
         yield
@@ -286,10 +296,17 @@ def _signals_for(child: PausedChild) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
 def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -> NoReturn:
     """In the child: default signals, wait for the environment, become the command. Never returns."""
     try:
-        for number in (*_FORWARDED, *_FOR_THE_CHILD_ALONE, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (*_FORWARDED, *_FOR_THE_CHILD_ALONE):
+            if not _is_ignored(number):
+                signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python itself
             signal.signal(number, signal.SIG_DFL)
         with os.fdopen(go_reader, "rb") as go:
             told = go.read()

@@ -9,6 +9,7 @@ from threading import Event
 from typing import TypeAlias
 from uuid import UUID
 
+from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store.leases import Finished
 
 
@@ -68,7 +69,18 @@ class Undo:
         self.slot = slot
 
 
-Message: TypeAlias = "Release | Finished | Undo | Event"
+class Withdraw:
+    """A unit of this process waits no longer: take it out of the queue, with the state and failure to store."""
+
+    __slots__ = ("failure", "state", "unit_id")
+
+    def __init__(self, unit_id: UUID, state: ExecutionState, failure: dict[str, object]) -> None:
+        self.unit_id = unit_id
+        self.state = state
+        self.failure = failure
+
+
+Message: TypeAlias = "Release | Finished | Undo | Withdraw | Event"
 
 
 class Hold:

@@ -109,14 +109,17 @@ class Job:
             wait.resolve(News(self._work.id, ExecutionState.CANCELLED, failure))
 
     def abandon(self, resolution: Resolution | None) -> None:
-        """The thread that waited goes away (Ctrl-C), perhaps with a `resolution` unread: nothing stays in the book."""
-        failure: dict[str, object] = {"type": "KeyboardInterrupt", "message": "interrupted while waiting"}
+        """Nobody goes on with it (Ctrl-C, a cancelled Future), perhaps with a `resolution` unread: nothing stays in the
+        book, wherever it was on its way."""
+        failure: dict[str, object] = {"type": "PlacementCancelled", "message": "interrupted while it waited"}
         self._service.abandon(self._work.id, state=ExecutionState.CANCELLED, failure=failure)
+        self._parked = False
         if isinstance(resolution, Claimed):
             self._resume(resolution)
             for work in self._unit():
                 work.give_back_unused(self._service.outbox)
                 self._finish(work, ExecutionState.CANCELLED)
+        self._service.flush_if_reachable()
 
     # --- one invocation ----------------------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class Job:
                 self._give_up_grants(invocation, name)
                 raise PlacementSignal() from None
             except BaseException as error:
-                if invocation.signalled:
+                if invocation.signalled and not isinstance(error, KeyboardInterrupt | SystemExit):
                     raise PlacementSignalSwallowed(SWALLOWED.format(name=name)) from error
                 raise
             if invocation.signalled:
@@ -241,6 +244,10 @@ class Job:
         )
         try:
             outcome = admission.reserve(self._service.book, ask)
+            if isinstance(outcome, Unavailable):
+                # What this process let go a moment ago may not be told yet, and this is the last chance.
+                self._service.flush_if_reachable()
+                outcome = admission.reserve(self._service.book, ask)
         except BaseException:
             # Nobody knows what the book did: once it can be reached, whatever it was is taken back.
             self._service.outbox.put(Undo(self._work.id, (work.id, position, work.invocation)))
@@ -313,6 +320,7 @@ class Job:
             return
         for work in self._unit():
             work.booked = None  # it has ended in the book; a further attempt is a new execution
+        self._service.flush_if_reachable()  # so that nothing of it is left when the caller hears of it
         if isinstance(resolution, PlacementTimeout):
             asked = ", ".join(request.describe() for work in self._unit() for request in work.recorded)
             raise PlacementTimeout(f"waited {self._timeout_seconds:g} s for {asked}; nothing of it is left")
@@ -330,8 +338,8 @@ class Job:
         """After a failed attempt: nothing waits, nothing granted is left unused."""
         if self._parked:  # it was to wait, and failed on the way: the signal was swallowed, or Ctrl-C came
             self._parked = False
-            executions.withdraw(self._service.book, self._work.id, state=ExecutionState.FAILED, failure=_stored(error))
-            self._service.combine()
+            self._service.abandon(self._work.id, state=ExecutionState.FAILED, failure=_stored(error))
+            self._service.flush_if_reachable()
             for work in self._unit():
                 work.booked = None
         for work in self._unit():

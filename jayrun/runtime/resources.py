@@ -122,6 +122,10 @@ class Resources:
             return [cached for cached in self._cached.values() if cached.users == 0]
 
     def _tear_down(self, cached: Cached) -> bool:
+        with self.setting_up(cached.resource):  # a new set-up of it begins when this teardown has ended
+            return self._tear_down_alone(cached)
+
+    def _tear_down_alone(self, cached: Cached) -> bool:
         with self._lock:
             key = cached.resource._key
             if cached.users or self._cached.get(key) is not cached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from jayrun.domain.checks import member, whole_number
 from jayrun.domain.devices import RuntimeDevice
 from jayrun.domain.units import format_bytes
 from jayrun.embedded import ensure
-from jayrun.errors import RuntimeClosed
+from jayrun.errors import PlacementUnavailableHere, RuntimeClosed
 from jayrun.runtime.data import Data
 from jayrun.runtime.job import Job
 from jayrun.runtime.operator import Operator
@@ -93,14 +94,18 @@ class Runtime:
         None for ever. `retry`: what is tried again. Raises what the operator raised, `PlacementTimeout` (nothing is
         left in the book), `PlacementImpossible`, and TypeError for inputs that it does not declare.
         """
-        job = self._admit(operator, inputs, priority, timeout, retry)
+        job = self._job(operator, inputs, priority, timeout, retry)
         try:
+            self._enter(job)
             data = job.step()
             while data is None:
                 data = job.step(_wait(job))
             return data
         except Exception as error:
             self._failed(error)
+            raise
+        except BaseException:  # Ctrl-C may come between any two lines, also when it has just been parked
+            job.abandon(None)
             raise
         finally:
             self._done(job)
@@ -119,21 +124,28 @@ class Runtime:
 
         While it waits for capacity it occupies no thread. Cancelling the Future takes it out of the queue.
         """
-        job = self._admit(operator, inputs, priority, timeout, retry)
+        job = self._job(operator, inputs, priority, timeout, retry)
         future: Future[Data] = Future()
         future.add_done_callback(lambda done: job.cancel("its Future was cancelled") if done.cancelled() else None)
-        self._threads.submit(self._advance, job, future, None)
+        self._enter(job)
+        try:
+            self._threads.submit(self._advance, job, future, None)
+        except RuntimeError as error:  # the interpreter is shutting down
+            self._done(job)
+            raise RuntimeClosed(f"no more work can be started: {error}") from error
         return future
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every release and finish of this process so far is committed; False after `timeout` seconds."""
-        return self._service.flush(timeout)
+        return self._is_mine() and self._service.flush(timeout)
 
     def close(self) -> None:
         """Take no new work, wait for what was started, tear down idle resources, and flush.
 
         Data that is still alive keeps its lease. A second close does nothing.
         """
+        if not self._is_mine():
+            return
         with self._idle:
             if self._closed:
                 return
@@ -152,7 +164,7 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and self._is_mine():
             self._cancel_waiting(f"its Runtime was left with {type(error).__name__}")
         self.close()
 
@@ -164,7 +176,7 @@ class Runtime:
             found = booked[each.device, each.device_id]
             if found.capacity_bytes != each.memory_bytes:
                 log.warning(
-                    "%s %s is declared with %s already; the %s given here are ignored (`jayrun devices declare` alters)",
+                    "%s %s is declared with %s already; the %s given here are ignored (`jayrun devices declare`)",
                     each.device,
                     each.device_id,
                     format_bytes(found.capacity_bytes),
@@ -172,7 +184,20 @@ class Runtime:
                 )
         self._service.combine()
 
-    def _admit(
+    def _is_mine(self) -> bool:
+        """False in a forked child, which owns nothing of its parent."""
+        return os.getpid() == self._service.pid
+
+    def _enter(self, job: Job) -> None:
+        """Count the job in, unless this Runtime takes no more."""
+        if not self._is_mine():
+            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
+        with self._idle:
+            if self._refusal is not None:
+                raise RuntimeClosed(self._refusal)
+            self._jobs.add(job)
+
+    def _job(
         self,
         operator: type[Operator],
         inputs: dict[str, Any],
@@ -180,12 +205,12 @@ class Runtime:
         timeout: object,
         retry: object,
     ) -> Job:
-        """Check the arguments, and take the job into the books of this Runtime."""
+        """Check the arguments."""
         if not (isinstance(operator, type) and issubclass(operator, Operator)):
             raise TypeError(f"operator must be a subclass of Operator, not {operator!r}")
         if not isinstance(retry, RetryPolicy):
             raise TypeError(f"retry must be a RetryPolicy, not {retry!r} ({type(retry).__name__})")
-        job = Job(
+        return Job(
             self._service,
             operator,
             inputs,
@@ -193,15 +218,11 @@ class Runtime:
             timeout_seconds=_seconds(timeout),
             retry=retry,
         )
-        with self._idle:
-            if self._refusal is not None:
-                raise RuntimeClosed(self._refusal)
-            self._jobs.add(job)
-        return job
 
     def _advance(self, job: Job, future: Future[Data], resolution: Resolution | None) -> None:
         """One step of a started job, in a thread of the pool."""
         if future.cancelled():
+            job.abandon(resolution)  # perhaps it was admitted meanwhile
             self._done(job)
             return
         try:
@@ -210,8 +231,8 @@ class Runtime:
                 job.park(partial(self._resubmit, job, future))
                 return
         except BaseException as error:  # it belongs to the Future, as in every executor
-            self._failed(error)
             self._done(job)
+            self._failed(error)
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
             return
@@ -223,6 +244,7 @@ class Runtime:
         try:
             self._threads.submit(self._advance, job, future, resolution)
         except RuntimeError:  # the interpreter is shutting down
+            job.abandon(resolution)
             self._done(job)
             future.cancel()
 

@@ -13,19 +13,21 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 from uuid import UUID
 
+from jayrun import kernel
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.errors import BookError, PlacementTimeout
 from jayrun.runtime import reconciler
-from jayrun.runtime.holds import Outbox, Release, Undo
+from jayrun.runtime.holds import Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.resources import Resources
-from jayrun.store import admission, executions, holders, leases, schema
+from jayrun.store import admission, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
 from jayrun.store.leases import Finished
@@ -35,6 +37,8 @@ log = logging.getLogger("jayrun")
 
 EXIT_FLUSH_SECONDS = 2.0
 _OUTAGE_PAUSE_SECONDS = 1.0
+_FLUSH_SECONDS = 5.0
+_THREAD_PATIENCE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5  # how often a flush looks whether the thread is still there to do it
 
 Resolution = Claimed | News | PlacementTimeout
@@ -60,15 +64,20 @@ class Service:
     """The process's connection to one book; made by `service_for`, shared by its Runtimes."""
 
     def __init__(self, url: str, *, host_identity: str | None, label: str) -> None:
-        self.book = Book(url, role="runtime", instance=str(os.getpid()))
-        first = Book(url, role="runtime", instance=str(os.getpid()), patience_seconds=0)
+        self.pid = os.getpid()
+        self.book = Book(url, role="runtime", instance=str(self.pid))
+        self._impatient = self.book.with_patience(_THREAD_PATIENCE_SECONDS)  # the thread has deadlines to keep
         try:
+            first = self.book.with_patience(0)
             first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
+            own = [service.holder.id for service in _services.values()]
+            reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
             self.holder: Holder = holders.register(first, self.host_id, role="runtime", label=label)
             self.tick_seconds = first.tick_seconds()
-        finally:
-            first.close()
+        except BaseException:
+            self.book.close()
+            raise
         self.outbox = Outbox()
         self._waits: dict[UUID, Wait] = {}
         self._waits_lock = threading.Lock()
@@ -88,12 +97,12 @@ class Service:
             self._waits[wait.unit_id] = wait
         self.outbox.wake()
 
-    def abandon(self, unit_id: UUID, *, state: ExecutionState, failure: dict[str, object] | None) -> Wait | None:
-        """Take a unit out of care and out of the queue; its Wait, or None when it was resolved already."""
+    def abandon(self, unit_id: UUID, *, state: ExecutionState, failure: dict[str, object]) -> Wait | None:
+        """Take a unit out of care now, and out of the queue as soon as the book can be told; its Wait, or None when it
+        was resolved already."""
         with self._waits_lock:
             wait = self._waits.pop(unit_id, None)
-        if wait is not None and executions.withdraw(self.book, unit_id, state=state, failure=failure):
-            self.combine()
+        self.outbox.put(Withdraw(unit_id, state, failure))
         return wait
 
     def tell_set_up(self, key: Any) -> None:
@@ -101,8 +110,11 @@ class Service:
         with self._waits_lock:
             waits = list(self._waits.values())
         for wait in waits:
-            if (left := wait.was_set_up(key)) is not None:
-                wait.requests = left
+            try:
+                if (left := wait.was_set_up(key)) is not None:
+                    wait.requests = left
+            except BookError as error:  # then it gets what it does not need, and gives it back
+                log.debug("could not tell a waiter that a resource is set up: %s", error)
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -117,28 +129,37 @@ class Service:
                 return marker.is_set()
         return True
 
+    def flush_if_reachable(self) -> None:
+        """Wait a little until what was enqueued is committed, but for no book that is away: then it is told later."""
+        if self._outage_since is None and threading.current_thread() is not self._thread:
+            self.flush(_FLUSH_SECONDS)
+
     def make_room(self) -> None:
         """Tear down idle resources that stand in the way of a waiting unit of this process. Runs user code."""
         with self._waits_lock:
             wanted = [wait.requests for wait in self._waits.values() if wait.requests]
         if wanted and self.resources.anything_idle():
-            self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
+            try:
+                self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
+            except BookError as error:  # the next tick looks again
+                log.debug("could not look whether idle resources are in the way: %s", error)
 
     def stop(self) -> None:
-        """Flush for two seconds at most and end the thread; the holder leaves if it holds nothing any more.
+        """Flush and end the thread within two seconds; the holder leaves if it holds nothing any more.
 
         A second call does nothing.
         """
-        if self._stopping:
+        if self._stopping or os.getpid() != self.pid:
             return
+        give_up_at = time.monotonic() + EXIT_FLUSH_SECONDS
         self.flush(EXIT_FLUSH_SECONDS)
         self._stopping = True
         self.outbox.wake()
-        self._thread.join(EXIT_FLUSH_SECONDS)
-        with contextlib.suppress(BookError):
-            self.book.patience_seconds = 0
-            holders.leave_if_free(self.book, self.holder)
-        self.book.close()
+        self._thread.join(max(give_up_at - time.monotonic(), 0))
+        if not self._thread.is_alive():
+            with contextlib.suppress(BookError):
+                holders.leave_if_free(self.book.with_patience(0), self.holder)
+            self.book.close()
 
     def forget(self) -> None:
         """In a forked child: nothing of the parent's is ours."""
@@ -153,11 +174,12 @@ class Service:
             tick = False
             try:
                 self._sleep(next_tick)
+                self._expire()
                 tick = time.monotonic() >= next_tick
                 self._commit()
                 if tick:
-                    holders.beat(self.book, self.holder)
-                    reconciler.run_pass(self.book, self.host_id)
+                    holders.beat(self._impatient, self.holder)
+                    reconciler.run_pass(self._impatient, self.host_id)
                 self._attend_waits(tick=tick)
                 self._recovered()
             except BookError as error:
@@ -173,37 +195,66 @@ class Service:
         with self._waits_lock:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
         until = min([next_tick, *deadlines])
+        if self._outage_since is not None:
+            until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
         if not self.outbox.messages or self._outage_since is not None:
             self._listener.wait(until - time.monotonic(), self.outbox.wake_reader)
         self.outbox.drain_wakes()
+
+    def _expire(self) -> None:
+        """Resolve the waits whose time is over; the book is told when it can be."""
+        now = time.monotonic()
+        with self._waits_lock:
+            late = [wait for wait in self._waits.values() if wait.give_up_at is not None and wait.give_up_at <= now]
+        for wait in late:
+            failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
+            if self.abandon(wait.unit_id, state=ExecutionState.FAILED, failure=failure) is not None:
+                wait.resolve(PlacementTimeout())
 
     def _commit(self) -> None:
         """Tell the book what ended; what could not be told stays enqueued."""
         messages = self.outbox.messages
         batch = [messages.popleft() for _ in range(len(messages))]
         try:
-            undone = [message for message in batch if isinstance(message, Undo)]
-            for undo in undone:
-                executions.undo_ask(self.book, undo.unit_id, undo.slot)
-            ends = [message for message in batch if isinstance(message, Release)]
-            finished = [message for message in batch if isinstance(message, Finished)]
-            if undone or ends or finished:
-                somebody_waits = leases.settle(
-                    self.book,
-                    self.host_id,
-                    self.holder.id,
-                    released=[(end.lease_id, end.epoch) for end in ends if end.used],
-                    returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
-                    finished=finished,
-                )
-                if somebody_waits:
-                    self.combine()
+            taken_back = False
+            for message in batch:
+                if isinstance(message, Undo):
+                    executions.undo_ask(self._impatient, message.unit_id, message.slot)
+                    taken_back = True
+                elif isinstance(message, Withdraw):
+                    taken_back |= executions.withdraw(
+                        self._impatient, message.unit_id, state=message.state, failure=message.failure
+                    )
+            if self._settle(batch) or taken_back:
+                admission.combine(self._impatient, self.host_id)
         except BaseException:
             messages.extendleft(reversed(batch))
             raise
         for message in batch:
             if isinstance(message, threading.Event):
                 message.set()
+
+    def _settle(self, batch: Sequence[Message]) -> bool:
+        """Commit the ends of leases and executions; whether somebody waits."""
+        ends = [message for message in batch if isinstance(message, Release)]
+        finished = [message for message in batch if isinstance(message, Finished)]
+        if not ends and not finished:
+            return False
+        settle = partial(
+            leases.settle,
+            self._impatient,
+            self.host_id,
+            self.holder.id,
+            released=[(end.lease_id, end.epoch) for end in ends if end.used],
+            returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
+        )
+        try:
+            return settle(finished=finished)
+        except BookError:
+            raise
+        except Exception:  # how executions ended could not be stored; that must not keep the capacity
+            log.exception("could not store how %d execution(s) ended; their leases end all the same", len(finished))
+            return settle(finished=[Finished(each.execution_id, each.state) for each in finished])
 
     def _attend_waits(self, *, tick: bool) -> None:
         with self._waits_lock:
@@ -212,30 +263,20 @@ class Service:
             self._listener.close()
             return
         self._listener.open()
-        told, woken = executions.news(self.book, list(waits))
+        told, woken = executions.news(self._impatient, list(waits))
         if woken:
-            self.combine()
-            told, _ = executions.news(self.book, list(waits))
+            admission.combine(self._impatient, self.host_id)
+            told, _ = executions.news(self._impatient, list(waits))
         for news in told:
-            if news.state is ExecutionState.ADMITTED:
-                claimed = executions.claim(self.book, news.id)
+            if news.state in (ExecutionState.ADMITTED, ExecutionState.RUNNING):
+                claimed = executions.claim(self._impatient, news.id)
                 if claimed is not None:
                     self._resolve(waits[news.id], claimed)
             else:
                 self._resolve(waits[news.id], news)
-        now = time.monotonic()
-        for wait in waits.values():
-            if wait.give_up_at is not None and wait.give_up_at <= now and wait.unit_id in self._waits:
-                self._give_up(wait)
         if tick and self._waits and self.resources.anything_idle():
             # What others released meanwhile may make an idle resource the last thing in the way.
             threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
-
-    def _give_up(self, wait: Wait) -> None:
-        failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
-        if executions.withdraw(self.book, wait.unit_id, state=ExecutionState.FAILED, failure=failure):
-            self.combine()
-            self._resolve(wait, PlacementTimeout())
 
     def _resolve(self, wait: Wait, resolution: Resolution) -> None:
         with self._waits_lock:

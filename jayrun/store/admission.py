@@ -20,6 +20,7 @@ from jayrun.store import leases, reclaim
 from jayrun.store.changes import Changes
 from jayrun.store.leases import Lease, LeasedShare
 from jayrun.store.picture import Picture, load
+from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
 _LAST_IN_LINE = 2**62  # the age of an ask whose number is not drawn yet: younger than everyone in the queue
@@ -173,19 +174,22 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     def unit(gate: Gate) -> _Tried:
         picture = load(gate, asker.host_id, slot)
         probes.reach("reserve.loaded")
+        changes = Changes(asker.host_id)
         if (known := _known(book, picture)) is not None:
-            gate.leave()
+            decided = _decide(picture, asker.host_id)
+            _admit_units(changes, picture, decided, asker.host_id)
+            changes.write(gate, decided, durable=True)  # what the earlier try committed may not be flushed yet
             return _Tried(known)
         decided = _decide(picture, asker.host_id, waiter)
-        if asker.id in decided.impossible:
-            gate.leave()
-            return _Tried(Impossible(decided.impossible[asker.id]))
+        reason = decided.impossible.get(asker.id)
         own = next((grant for grant in decided.grants if grant.id == asker.id), None)
-        if own is None and (not judged or not ask.wait):
-            gate.leave()
-            return _Tried(Unavailable(), _is_full(picture, decided))
-        changes = Changes(asker.host_id)
         lease_id = None
+        if reason is not None or (own is None and (not judged or not ask.wait)):
+            # Nothing is written for the ask. What was decided for others is, since the fold that let them in is too.
+            _admit_units(changes, picture, decided, asker.host_id)
+            changes.write(gate, decided)
+            answer = Unavailable() if reason is None else Impossible(reason)
+            return _Tried(answer, _is_full(picture, decided))
         if own is None:
             _park(changes, ask.unit)
         else:
@@ -253,7 +257,7 @@ def _introduce(changes: Changes, member: Member, *, upto: int, state: str, shape
             {
                 "id": str(execution.id),
                 "kind": execution.kind,
-                "name": execution.name,
+                "name": plain(execution.name),
                 "unit_id": str(execution.unit_id),
                 "host_id": execution.host_id,
                 "holder_id": str(execution.holder_id),
@@ -275,8 +279,9 @@ def _admit_units(changes: Changes, picture: Picture, decided: Admission, host_id
         changes.admit(grant.id, unit.holder_id)
         for slot, shares in zip(unit.slots, grant.plan, strict=True):
             changes.add_lease(slot, host_id=host_id, holder_id=unit.holder_id, shares=shares)
-    for unit_id in decided.impossible:
-        changes.tell(picture.units[unit_id].holder_id)
+    for unit_id, reason in decided.impossible.items():
+        if unit_id in picture.units:
+            changes.fail(unit_id, picture.units[unit_id].holder_id, reason)
 
 
 def _leased(shares: tuple[Share, ...], uuids: dict[int, str | None]) -> tuple[LeasedShare, ...]:

@@ -39,7 +39,8 @@ class Changes:
         self._add("admitted", str(unit_id))
         self._told.add(holder_id)
 
-    def tell(self, holder_id: UUID) -> None:
+    def fail(self, unit_id: UUID, holder_id: UUID, reason: str) -> None:
+        self._add("impossible", {"id": str(unit_id), "message": reason})
         self._told.add(holder_id)
 
     def add_lease(self, slot: Slot, *, host_id: int, holder_id: UUID, shares: tuple[Share, ...]) -> UUID:
@@ -53,14 +54,13 @@ class Changes:
             self._add("shares", {"lease_id": str(lease_id), "device_id": share.device_id, **taken})
         return lease_id
 
-    def write(self, gate: Gate, decided: Admission) -> dict[UUID, int]:
-        """Write everything, commit, and make it durable; returns the epoch of each new lease."""
+    def write(self, gate: Gate, decided: Admission, *, durable: bool = False) -> dict[UUID, int]:
+        """Write everything, commit, and make it durable (`durable`: even if nothing is to be written); returns the
+        epoch of each new lease."""
         for bypass in decided.bypasses:
             self._add("bypasses", {"shape": bypass.shape, "priority": bypass.priority, "age": bypass.age})
-        for unit_id, reason in decided.impossible.items():
-            self._add("impossible", {"id": str(unit_id), "message": reason})
         if not self._document:
-            gate.leave()
+            gate.commit() if durable else gate.leave()
             return {}
         document = Jsonb(self._document | {"host_id": self._host_id})
         return dict(gate.commit(_WRITE, (document,), notify=self._payload() if self._told else None))

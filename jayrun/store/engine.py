@@ -99,12 +99,14 @@ def is_lost(error: BaseException) -> bool:
     cause = error.orig if isinstance(error, DBAPIError) else error
     if isinstance(error, PoolTimeout):
         return True
-    if not isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError):
+    if not isinstance(cause, psycopg.Error):
         return False
     # A refused statement carries an SQLSTATE; 08 is connection trouble, 57P a server that goes away, 53300 too many
     # clients, 25006 a standby, 25P03 our own idle-in-transaction guard.
     state = cause.sqlstate
-    return state is None or state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03")
+    if state is None:
+        return isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError)
+    return state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03")
 
 
 @contextmanager

@@ -10,16 +10,20 @@ from uuid import UUID
 from psycopg import Connection as PgConnection
 from psycopg.types.json import Jsonb
 
+from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store.leases import Lease, leases_of_unit
+from jayrun.store.texts import plain_failure
 from jayrun.store.transactions import Book
 
 # Only a unit whose process shows life may be granted again; asking for news is showing life.
 _WAKE = "UPDATE jayrun.executions SET dormant = false WHERE id = ANY (%s) AND dormant RETURNING host_id"
 _NEWS = "SELECT id, state, failure FROM jayrun.executions WHERE id = ANY (%s) AND state <> 'waiting'"
-_CLAIM = """
-UPDATE jayrun.executions SET state = 'running', claim = claim + 1
-WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation, age, waited_seconds
+_CLAIM = "UPDATE jayrun.executions SET state = 'running', claim = claim + 1 WHERE unit_id = %s AND state = 'admitted'"
+# Those admitted with the head, at the same moment; a set-up that was done before and is still running is none of them.
+_CLAIMED = """
+SELECT m.id, m.invocation, m.age FROM jayrun.executions m JOIN jayrun.executions head ON head.id = m.unit_id
+WHERE head.id = %s AND head.state = 'running' AND m.state = 'running' AND m.admitted_at = head.admitted_at
 """
 # Grants that nobody fetched go back: the leases end, the unit waits again at its old place, and sleeps until its
 # process shows life, so that a stopped process does not freeze devices again and again.
@@ -87,13 +91,21 @@ def news(book: Book, waiting: Sequence[UUID]) -> tuple[list[News], bool]:
 
 
 def claim(book: Book, unit_id: UUID) -> Claimed | None:
-    """Take what was granted to an admitted unit; None when it is not (or no longer) admitted."""
+    """Take what was granted to an admitted unit; None when it is not (or no longer) admitted.
+
+    Only the unit's own process claims it, and only while it waits for news of it. So a unit that runs already was
+    claimed by that same process, whose answer was lost, and is given to it again.
+    """
 
     def unit(pg: PgConnection[Any]) -> Claimed | None:
-        rows = pg.execute(_CLAIM, (unit_id,)).fetchall()
+        pg.execute(_CLAIM, (unit_id,))
+        probes.reach("claim.updated")
+        rows = pg.execute(_CLAIMED, (unit_id,)).fetchall()
         if not rows:
             return None
-        return Claimed({row[0]: (row[1], row[2]) for row in rows}, tuple(leases_of_unit(pg, unit_id)))
+        members = {row[0]: (row[1], row[2]) for row in rows}
+        granted = [lease for lease in leases_of_unit(pg, unit_id) if lease.execution_id in members]
+        return Claimed(members, tuple(granted))
 
     return book.written(unit)
 
@@ -119,7 +131,7 @@ def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[
 
     def unit(pg: PgConnection[Any]) -> bool:
         with pg.transaction():
-            stored = None if failure is None else Jsonb(failure)
+            stored = None if failure is None else Jsonb(plain_failure(failure))
             rows = pg.execute(_WITHDRAW, (state.value, stored, unit_id)).fetchall()
             _return_leases(pg, rows)
         return bool(rows)

@@ -12,6 +12,7 @@ from jayrun import kernel
 from jayrun.domain.liveness import Incarnation
 from jayrun.store import reclaim
 from jayrun.store.ids import new_id
+from jayrun.store.texts import plain
 from jayrun.store.transactions import Book
 
 # The host whose boot id is mine is mine, however it is called now; else the one with my machine id.
@@ -78,7 +79,7 @@ def register(
     who = incarnation or kernel.incarnation()
     holder = Holder(new_id(), host_id)
     values = (holder.id, host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks)
-    described = (kernel.user_name(), label, command or kernel.command_line(), role)
+    described = (kernel.user_name(), plain(label), plain(command or kernel.command_line()), role)
     book.written(lambda pg: pg.execute(_ADD_HOLDER, values + described))
     return holder
 

@@ -12,6 +12,7 @@ from psycopg import Connection as PgConnection
 from psycopg.types.json import Jsonb
 
 from jayrun.domain.lifecycle import ExecutionState
+from jayrun.store.texts import plain_failure
 from jayrun.store.transactions import Book
 
 
@@ -107,7 +108,12 @@ def settle(
     if finished:
         statements.append(_FINISH)
         ends = [
-            {"id": str(each.execution_id), "state": each.state, "failure": each.failure, "attempt": each.attempt}
+            {
+                "id": str(each.execution_id),
+                "state": each.state,
+                "failure": plain_failure(each.failure),
+                "attempt": each.attempt,
+            }
             for each in finished
         ]
         parameters.append(Jsonb(ends))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,12 @@ _ALIVE = """
 SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks,
        o.boot_id <> %s AND o.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
 FROM jayrun.holders o, jayrun.settings s WHERE o.host_id = %s AND o.state = 'alive' ORDER BY o.id
+"""
+
+_PREDECESSORS = """
+SELECT id FROM jayrun.holders
+WHERE host_id = %s AND boot_id = %s AND pid_namespace = %s AND pid = %s AND start_ticks = %s AND state = 'alive'
+  AND role = 'runtime' AND id <> ALL (%s::uuid[]) ORDER BY id
 """
 
 _END_LEASES = """
@@ -51,6 +58,22 @@ def sweep(book: Book, host_id: int) -> int:
             probes.reach("sweep.dead")
             end_holder(pg, holder_id, reason="dead")
         return len(dead)
+
+    return book.written(unit)
+
+
+def end_predecessors(book: Book, host_id: int, who: Incarnation, own: Sequence[UUID]) -> int:
+    """End the holders that were this very process before it executed another program (`execv`), and so forgot them.
+
+    `own` are the holders that it knows. Returns how many were ended. Combine.
+    """
+
+    def unit(pg: PgConnection[Any]) -> int:
+        values = (host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks, list(own))
+        forgotten = [row[0] for row in pg.execute(_PREDECESSORS, values).fetchall()]
+        for holder_id in forgotten:
+            end_holder(pg, holder_id, reason="dead")
+        return len(forgotten)
 
     return book.written(unit)
 

@@ -16,7 +16,7 @@ are over. A unit must therefore be safe to run again after its commit was done b
 from __future__ import annotations
 
 import contextlib
-import select
+import copy
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from jayrun import probes
+from jayrun import kernel, probes
 from jayrun.errors import BookBusy
 from jayrun.store.engine import connect_engine, denied, driver_connection, is_denied, is_lost, unreachable
 
@@ -107,7 +107,7 @@ class Listener:
     def wait(self, seconds: float, *sources: int) -> None:
         """Until something is heard, one of the file descriptors `sources` is readable, or the time is over."""
         heard = [] if self._connection is None else [self._connection.fileno()]
-        select.select([*sources, *heard], [], [], max(seconds, 0))
+        kernel.readable(seconds, *sources, *heard)
         if self._connection is not None:
             try:
                 for _ in self._connection.notifies(timeout=0):
@@ -138,6 +138,12 @@ class Book:
         self.url = url
         self.patience_seconds = patience_seconds
         self._engine = connect_engine(url, role=role, instance=instance)
+
+    def with_patience(self, seconds: float) -> Book:
+        """The same Book, on the same connections, that replays lost connections for so long."""
+        other = copy.copy(self)
+        other.patience_seconds = seconds
+        return other
 
     def close(self) -> None:
         """Close the idle connections. The Book opens new ones if it is used again."""

@@ -457,6 +457,8 @@ COMMENT ON FUNCTION jayrun.picture IS
     'Behind the gate: folds what ended on the host, then reads its devices, its queue, and what became of one request';
 
 CREATE FUNCTION jayrun.write_pass(d jsonb) RETURNS TABLE (lease_id uuid, lease_epoch bigint) LANGUAGE plpgsql AS $f$
+DECLARE
+    moment timestamptz := clock_timestamp();  -- one for all members of a unit, by which they are known to belong together
 BEGIN
     IF d ? 'executions' THEN
         INSERT INTO jayrun.executions (
@@ -481,8 +483,8 @@ BEGIN
     END IF;
     IF d ? 'admitted' THEN
         UPDATE jayrun.executions e SET state = 'admitted', invocation = e.invocation + 1,
-            admitted_at = clock_timestamp(), waiting_since = NULL,
-            waited_seconds = e.waited_seconds + extract(epoch FROM clock_timestamp() - e.waiting_since)
+            admitted_at = moment, waiting_since = NULL,
+            waited_seconds = e.waited_seconds + extract(epoch FROM moment - e.waiting_since)
         WHERE e.state = 'waiting'
           AND e.unit_id IN (SELECT a::uuid FROM jsonb_array_elements_text(d -> 'admitted') a);
     END IF;

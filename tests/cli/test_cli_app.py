@@ -16,6 +16,7 @@ from cli_helpers import Jayrun
 from jayrun import errors
 from jayrun.cli import leases
 from jayrun.cli.exits import exit_code
+from jayrun.embedded import NotADatabaseUrl
 from jayrun.settings import child_environment
 
 LISTINGS = [("devices", "list"), ("leases", "list"), ("queue",)]
@@ -44,6 +45,21 @@ def test_every_command_has_help(jayrun: Jayrun, command: str) -> None:
     assert told.out.startswith(f"Usage: jayrun {command}")
 
 
+@pytest.mark.parametrize("group", ["", "devices", "leases", "db"])
+def test_summaries_fit_a_terminal(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    told = jayrun(*group.split(), "--help").out
+    assert "..." not in told.partition("Commands:")[2]
+    assert all(len(line) <= 80 for line in told.splitlines())
+
+
+def test_the_commands_come_in_the_order_one_gets_to_know_them(jayrun: Jayrun) -> None:
+    commands = jayrun("--help").out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in commands] == [
+        *("run", "devices", "leases", "queue", "db", "reconciler", "demo")
+    ]
+
+
 @pytest.mark.parametrize("arguments", [("sideways",), ("queue", "--sideways"), ("leases", "show"), ("queue", "extra")])
 def test_usage_errors(jayrun: Jayrun, arguments: tuple[str, ...]) -> None:
     told = jayrun(*arguments)
@@ -62,6 +78,7 @@ def test_every_error_has_its_code() -> None:
         errors.UnknownDevice: 2,
         errors.DeviceFileError: 2,
     }
+    assert exit_code(NotADatabaseUrl()) == 2
     every = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.JayrunError)]
     assert len(every) > len(codes)
     assert {each: exit_code(each()) for each in every} == {each: codes.get(each, 1) for each in every}
@@ -76,7 +93,7 @@ def test_an_error_is_one_message_and_its_code(
     def fail(*_: object) -> None:
         raise error("such and such")
 
-    monkeypatch.setattr(leases, "open_book", fail)
+    monkeypatch.setattr(leases, "open_judged", fail)
     told = jayrun("leases", "list")
     assert (told.code, told.out, told.err) == (code, "", "error: such and such\n")
 
@@ -85,7 +102,7 @@ def test_an_interrupt_is_130(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch) ->
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(leases, "open_book", interrupt)
+    monkeypatch.setattr(leases, "open_judged", interrupt)
     assert jayrun("leases", "list").code == 130
 
 
@@ -98,6 +115,7 @@ def test_listings_say_where_nobody_answers(
     assert told.code == 5
     assert "postgresql://me:***@127.0.0.1:1/book" in told.err
     assert "JAYRUN_DATABASE_URL" in told.err
+    assert "db up" not in told.err
 
 
 @pytest.mark.parametrize("listing", [*LISTINGS, ("leases", "show", "0000")])
@@ -110,6 +128,7 @@ def test_listings_start_no_server(
     assert told.code == 5
     assert str(tmp_path / "home") in told.err
     assert "`jayrun db up`" in told.err
+    assert "JAYRUN_DATABASE_URL" not in told.err
     assert not (tmp_path / "home").exists()
 
 
@@ -122,10 +141,24 @@ def test_a_database_without_a_book_is_told_apart(jayrun: Jayrun, monkeypatch: py
 
 
 def test_an_address_that_is_none(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAYRUN_DATABASE_URL", "mysql://somewhere/else")
+    for url in ("mysql://me:secret@somewhere/else", "postgresql://me:secret@here:x/y", "host=here password=secret"):
+        monkeypatch.setenv("JAYRUN_DATABASE_URL", url)
+        for arguments in (("queue",), ("db", "up"), ("db", "upgrade"), ("db", "status")):
+            told = jayrun(*arguments)
+            assert told.code == 2
+            assert "must look like postgresql://" in told.err
+            assert repr(url.replace("secret", "***")) in told.err
+
+
+def test_a_server_that_is_not_ours_and_refuses_is_not_ours_to_start(
+    jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("JAYRUN_DATABASE_URL", url.replace("/jayrun?", "/no-such-database?"))
     told = jayrun("queue")
-    assert told.code == 1
-    assert "postgresql://" in told.err
+    assert told.code == 5
+    assert "no-such-database" in told.err
+    assert "JAYRUN_DATABASE_URL" in told.err
+    assert "db up" not in told.err
 
 
 def test_nobody_reads_what_is_printed(command: Callable[..., Popen[str]]) -> None:

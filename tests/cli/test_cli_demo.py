@@ -62,6 +62,9 @@ def test_a_terminal_gets_a_live_table() -> None:
     for words in ("gpu 3", "24 GB", "OPERATOR", "worker 1", "with SIGKILL", "\x1b["):
         assert words in shown
     assert "violations: 0\r\n" in shown.rpartition("still reserved")[2]
+    kept = shown.rpartition("DEVICE")[2]  # the last picture: nothing is drawn over it
+    assert "POS" in kept
+    assert "\x1b[1A" not in kept
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -81,6 +84,6 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everyone
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert err == ""
+    assert err == "stopped; the demo's database is removed\n"
     assert list(tmp_path.iterdir()) == []
     wait_for(lambda: not left_over(process.pid))

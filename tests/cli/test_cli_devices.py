@@ -65,6 +65,8 @@ def test_declaring_from_a_file(jayrun: Jayrun, tmp_path: Path) -> None:
     told = jayrun("devices", "declare", "--file", str(file), "--json")
     assert told.code == 0
     assert [row["device_id"] for row in told.json] == [0, 3]
+    told = jayrun("devices", "declare", "--device-id", "7", "--memory-gb", "1", "--json")
+    assert [row["device_id"] for row in told.json] == [7]
 
     file.write_text(table.format("'x'"))
     told = jayrun("devices", "declare", "--file", str(file))
@@ -90,21 +92,21 @@ def test_declaring_what_is_only_simulated(jayrun: Jayrun) -> None:
         ("--simulate 2x8GB --backend rocm", "go with --device-id"),
         ("--file x.toml --device tpu", "go with --device-id"),
         ("--file x.toml", "cannot be read"),
-        ("--simulate 8", "8x80GB"),
-        ("--simulate 0x80GB", "8x80GB"),
-        ("--simulate 9999x80GB", "1024"),
+        ("--simulate 2x", "--simulate must be NxMGB, such as 8x80GB, but is '2x'"),
+        ("--simulate 0x80GB", "--simulate NxMGB must be at least 1, but is 0"),
+        ("--simulate 9999x80GB", "--simulate NxMGB must be at most 1024"),
         ("--simulate -1x80GB", "8x80GB"),
         ("--simulate 8x0GB", "positive"),
         ("--device-id 0 --device-id 0 --memory-gb 8", "twice"),
-        ("--device-id -1 --memory-gb 8", "at least 0"),
-        ("--device-id 0 --memory-gb 0", "positive"),
-        ("--device-id 0 --memory-gb -8", "negative"),
-        ("--device-id 0 --memory-gb nan", "finite"),
-        ("--device-id 0 --memory-gb 1e20", "at most"),
+        ("--device-id -1 --memory-gb 8", "--device-id must be at least 0"),
+        ("--device-id 0 --memory-gb 0", "--memory-gb must be positive, but is 0"),
+        ("--device-id 0 --memory-gb -8", "--memory-gb must not be negative"),
+        ("--device-id 0 --memory-gb nan", "--memory-gb must be finite"),
+        ("--device-id 0 --memory-gb 1e20", "--memory-gb must be at most"),
         ("--device-id x --memory-gb 8", "integer"),
         ("--device-id 0 --memory-gb 8 --backend vulkan", "vulkan"),
-        ("--device-id 0 --memory-gb 8 --device cpu", "CPU"),
-        ("--device-id 0 --memory-gb 8 --device tpu", "at least one Backend"),
+        ("--device-id 0 --memory-gb 8 --device cpu", "'cpu' is not one of 'gpu', 'tpu'"),
+        ("--device-id 0 --memory-gb 8 --device tpu", "a tpu needs --backend, for example xla"),
     ],
 )
 def test_declarations_that_are_none(jayrun: Jayrun, arguments: str, words: str) -> None:

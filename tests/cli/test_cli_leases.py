@@ -64,7 +64,47 @@ def test_who_holds_and_who_waits(jayrun: Jayrun, sql: psycopg.Connection, hold: 
     assert "\N{REPLACEMENT CHARACTER}[31m[red]" in table[3]
     line = jayrun("queue").out.splitlines()[1]
     assert "cuda 6 GB" in line
-    assert "gpu 0: 3 of 8 GB free, 1 lease(s); gpu 1: exclusively leased" in line
+    assert "gpu 0: 3 of 8 GB free, 1 lease; gpu 1: exclusively leased" in line
+
+
+@pytest.mark.usefixtures("fleet")
+def test_the_killed_are_not_shown_as_living(jayrun: Jayrun, hold: Callable[..., Holder]) -> None:
+    for listing in (("leases", "list"), ("leases", "show"), ("devices", "list"), ("queue",)):
+        holder = hold("victim", 5, 0).wait_until_held()
+        [first, second] = [row["id"] for row in jayrun("leases", "list", "--json").json]
+        holder.kill()
+        shown = jayrun(*listing, *([first] if listing[-1] == "show" else []), "--json").json
+        if listing[0] == "leases":
+            assert shown == [] or shown["state"] == "reclaimed"
+        elif listing[0] == "devices":
+            assert [row["leases"] for row in shown] == [0, 0, 0]
+        assert jayrun("leases", "show", second, "--json").json["state"] == "reclaimed"
+
+
+@pytest.mark.usefixtures("fleet")
+def test_who_may_only_read_still_sees_what_there_is(
+    jayrun: Jayrun, sql: psycopg.Connection, url: str, hold: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold("victim", 5).wait_until_held().kill()
+    sql.execute("CREATE ROLE onlooker LOGIN")
+    try:
+        sql.execute("GRANT USAGE ON SCHEMA jayrun, jayrun_audit TO onlooker")
+        sql.execute("GRANT SELECT ON ALL TABLES IN SCHEMA jayrun, jayrun_audit TO onlooker")
+        monkeypatch.setenv("JAYRUN_DATABASE_URL", f"{url}%20-crole%3Donlooker")
+        assert [row["label"] for row in jayrun("leases", "list", "--json").json] == ["victim"]
+        assert len(jayrun("devices", "list", "--json").json) == 3
+    finally:
+        monkeypatch.undo()
+        sql.execute("DROP OWNED BY onlooker")
+        sql.execute("DROP ROLE onlooker")
+
+
+@pytest.mark.usefixtures("fleet")
+def test_looking_adds_no_host(jayrun: Jayrun, sql: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAYRUN_HOST_ID", "not in the book")
+    for listing in (("leases", "list"), ("devices", "list"), ("queue",)):
+        assert jayrun(*listing).code == 0
+    assert sql.execute("SELECT count(*) FROM jayrun.hosts").fetchone() == (1,)
 
 
 @pytest.mark.usefixtures("fleet")

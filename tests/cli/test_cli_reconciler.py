@@ -10,6 +10,7 @@ import psycopg
 import pytest
 from cli_helpers import Holder, Jayrun, wait_for
 
+from jayrun import kernel
 from jayrun.embedded import Throwaway
 
 Command = Callable[..., "Popen[str]"]
@@ -57,18 +58,19 @@ def test_the_loop_reclaims_what_a_killed_process_held(
     assert sql.execute(COUNT).fetchone() == (1,)
     loop.terminate()
     assert loop.wait(timeout=10) == 0
-    assert loop.communicate() == ("", "")
+    assert loop.communicate() == ("", f"watching host {kernel.host_name()} every 0.1 s; Ctrl-C ends it\n")
 
 
 @pytest.mark.usefixtures("fleet")
 def test_an_outage_is_told_once_and_outlived(server: Throwaway, command: Command) -> None:
     loop = command("reconciler", "--every", "0.1")
+    assert loop.stderr is not None
+    assert loop.stderr.readline().startswith("watching host ")
     with psycopg.connect(server.url, autocommit=True) as connection:
         before = attested(connection)
         wait_for(lambda: attested(connection) != before)
     server.stop()
     try:
-        assert loop.stderr is not None
         assert loop.stderr.readline().startswith("the book is out of reach, trying on: ")
     finally:
         server.start()

@@ -58,6 +58,22 @@ def test_a_hopelessly_narrow_terminal_still_gets_an_answer() -> None:
     assert to_table(ROWS, COLUMNS, width=10)
 
 
+@pytest.mark.parametrize("styled", [False, True])
+def test_long_words_go_below_their_row_where_not_all_fits(styled: bool) -> None:
+    columns = (*COLUMNS[:2], Column("WHY", lambda row: row["words"], folds=True, below=True), COLUMNS[4])
+    assert to_table(ROWS, columns, width=60, styled=styled).count("\n") == 2
+    assert to_table(ROWS, columns).count("\n") == 2
+    head, *lines = to_table(ROWS, columns, width=26, styled=styled).splitlines()
+    assert "WHY" not in head
+    assert lines == [
+        "a        20 GB  else",
+        "    one two three four",
+        "    five six",
+        "longer  1.5 GB  else",
+        "    -",
+    ]
+
+
 def test_styles_are_only_for_terminals() -> None:
     assert "\x1b[" not in to_table(ROWS, COLUMNS, width=60)
     assert "\x1b[1m" in to_table(ROWS, COLUMNS, width=60, styled=True)

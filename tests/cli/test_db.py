@@ -80,8 +80,44 @@ def test_a_url_of_somebody_elses_server_is_shown_without_its_password(
     assert "postgresql://me:***@127.0.0.1:1/book" in looked.stdout
     assert "secret" not in looked.stdout
     assert run("url").stdout == "postgresql://me:secret@127.0.0.1:1/book\n"  # for programs
-    assert isinstance(run("up").exception, BookUnreachable)
+    for command in ("up", "upgrade"):
+        started = run(command)
+        assert isinstance(started.exception, BookUnreachable)
+        assert "postgresql://me:***@127.0.0.1:1/book" in str(started.exception)
+        assert "db up" not in str(started.exception)
+        assert started.stderr == ""
     assert isinstance(run("down").exception, ServerError)
+
+
+def test_a_file_instead_of_a_folder_is_told(home: Path) -> None:
+    home.write_text("")
+    told = run("up")
+    assert f"{home} is a file" in str(told.exception)
+    assert told.stderr == ""
+    assert run("status").exit_code == 5
+    home.unlink()
+
+
+def test_a_private_server_from_before_the_hosts_is_not_forgotten(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = home.parent / "jayrun"
+    monkeypatch.setenv("JAYRUN_HOME", str(private))
+    embedded.up(Settings.load())
+    try:
+        monkeypatch.delenv("JAYRUN_HOME")
+        monkeypatch.setenv("XDG_DATA_HOME", str(home.parent))
+        monkeypatch.setenv("JAYRUN_STATE_ROOT", str(home))
+        monkeypatch.setenv("JAYRUN_RUN_ROOT", str(home))
+        (home / "data").mkdir(parents=True)  # root has started the host's server once
+        looked = run("status", "--json")
+        assert json.loads(looked.stdout)["kind"] == "host"
+        assert f"`JAYRUN_HOME={private} jayrun db down` ends it" in looked.stderr
+    finally:
+        monkeypatch.setenv("JAYRUN_HOME", str(private))
+        assert run("down").stdout.startswith("stopped")
+    monkeypatch.delenv("JAYRUN_HOME")
+    assert run("status").stderr == ""
+    shutil.rmtree(home)
+    monkeypatch.setenv("JAYRUN_HOME", str(home))
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "url", "upgrade"])

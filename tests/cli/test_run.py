@@ -33,9 +33,9 @@ def host_id(book: Book, sql: psycopg.Connection) -> int:
 
 
 @contextmanager
-def started(url: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(url: str, *arguments: str, path: str = os.defpath) -> Iterator[subprocess.Popen[str]]:
     """`jayrun run ...` with its own process group, as from a shell with job control."""
-    environment = child_environment({"JAYRUN_DATABASE_URL": url}, without=("JAYRUN_", "CUDA_"))
+    environment = child_environment({"JAYRUN_DATABASE_URL": url, "PATH": path}, without=("JAYRUN_", "CUDA_"))
     child = subprocess.Popen(
         [*JAYRUN, "run", *arguments],
         env=environment,
@@ -96,8 +96,16 @@ def test_uuids_are_given_where_they_are_known(url: str, book: Book, host_id: int
         (("--", "no-such-command"), 127, "no-such-command"),
         (("--", "/etc/hostname"), 126, "/etc/hostname"),
         (("--gpus", "many", "--", "true"), 122, "--gpus"),
+        (("--gpus", "0", "--", "true"), 122, "--gpus must be at least 1, but is 0"),
+        (("--gpus", "2-1", "--", "true"), 122, "--gpus 2-1: the first number is larger"),
+        (("--gpus", "1-99999", "--", "true"), 122, "--gpus must be at most 1024"),
+        (("--device-id", "-1", "--", "true"), 122, "--device-id must be at least 0"),
+        (("--memory-gb", "0", "--", "true"), 122, "--memory-gb must be positive without --exclusive"),
+        (("--priority", "99999999999", "--", "true"), 122, "--priority must be at most 2147483647"),
+        (("--priority", "-2147483649", "--", "true"), 122, "--priority must be at least -2147483648"),
+        (("--priority", "-2147483648", "--", "true"), 0, ""),
         (("--gpus", "2", "--device-id", "0", "--", "true"), 122, "--device-id"),
-        (("--memory-gb", "-1", "--", "true"), 122, "-1"),
+        (("--memory-gb", "-1", "--", "true"), 122, "--memory-gb must not be negative, but is -1"),
         (("--timeout", "-1", "--", "true"), 122, "--timeout"),
         (("--timeout", "1", "--no-wait", "--", "true"), 122, "--no-wait"),
         (("--memory-gb", "x", "--", "true"), 122, "--memory-gb"),
@@ -110,6 +118,11 @@ def test_exit_codes(url: str, book: Book, host_id: int, arguments: tuple[str, ..
     found, _, err = run(url, *arguments)
     assert (found, message in err) == (code, True), err
     nothing_left(book, host_id)
+
+
+def test_a_book_that_has_no_address_is_a_usage_error() -> None:
+    code, _, err = run("mysql://me:secret@somewhere/else", "--", "true")
+    assert (code, "secret" in err) == (122, False)
 
 
 def test_an_unreachable_book_is_told(tmp_path: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from embedded_helpers import ROOT, Room
 from psycopg.conninfo import conninfo_to_dict
@@ -36,10 +38,25 @@ def test_a_url_that_answers_is_running(made: Room) -> None:
     assert embedded.status(settings).server_version is not None
 
 
-@pytest.mark.parametrize("url", ["mysql://x/y", "host=/run dbname=x", "postgresql"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql://me:s3cret@x/y",
+        "host=/run password=s3cret dbname=x",
+        "host=/run password = 's3 cret' dbname=x",
+        "postgresql",
+        "postgresql://me:s3cret@here:port/x",
+        "postgresql://me:s3cret@[::1/x",
+        "postgresql://me:s3cret%zz@here/x",
+        "postgresql://me:s3@cret@here:1,there:2/x",
+        "postgresql://here/x?no-such-parameter=1&password=s3cret",
+    ],
+)
 def test_what_is_not_a_postgresql_url_is_refused(url: str) -> None:
-    with pytest.raises(ServerError, match="must look like postgresql://"):
+    with pytest.raises(embedded.NotADatabaseUrl, match="must look like postgresql://") as refused:
         embedded.locate(Settings(database_url=url))
+    assert not re.search("s3|cret", str(refused.value))
+    assert url[-2:] in str(refused.value)
 
 
 def test_home_then_host_then_private(room: Room) -> None:
@@ -54,8 +71,12 @@ def test_home_then_host_then_private(room: Room) -> None:
 def test_a_home_that_is_a_file_is_an_error_that_says_so(room: Room) -> None:
     room.home.write_text("")
     assert not embedded.locate(room.settings()).running
-    with pytest.raises(ServerError, match=str(room.home)):
-        embedded.ensure(room.settings())
+    for settings in (room.settings(), room.settings(JAYRUN_HOME=str(room.home / "below"))):
+        for act in (embedded.ensure, embedded.up, embedded.down):
+            with pytest.raises(ServerError, match=f"{room.home} is a file"):
+                act(settings)
+        assert not embedded.status(settings).book.running
+        assert not embedded.may_manage(settings)
 
 
 def test_libpq_and_sqlalchemy_read_the_same_address(room: Room) -> None:

@@ -59,6 +59,13 @@ def test_kill_and_stop_end_everything_and_start_brings_it_back(throwaway: Throwa
         assert query(throwaway.url, "SELECT n FROM kept") == [(1,)]
 
 
+def test_a_killed_one_leaves_no_shared_memory_behind(throwaway: Throwaway) -> None:
+    maps = Path(f"/proc/{throwaway.pid}/maps").read_text()
+    assert "/pg_dynshmem/" in maps  # in its own folder
+    assert "/dev/shm/PostgreSQL." not in maps
+    throwaway.kill()
+
+
 def test_configuration_goes_over_the_settings_and_a_bad_one_says_why(room: Room, cluster_home: Path) -> None:
     template = cluster_home / "data"
     told = {"fsync": "off", "max_connections": "20"}

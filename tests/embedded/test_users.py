@@ -63,6 +63,7 @@ def test_an_ordinary_user_gets_a_private_server_and_is_told_once(room: Room, str
 @needs_root
 def test_the_hosts_server_is_everybodys_and_nobody_else_may_stop_it(room: Room, stranger: Account) -> None:
     settings = host_settings(room)
+    owner = settings.state_root.stat().st_uid
     data_home = data_home_of(room, stranger)
     room.call(ASK + "embedded.down(settings); embedded.up(settings)", account=stranger, environment=NO_HOME)
     room.call("embedded.down(settings)", account=stranger, environment=NO_HOME)  # a private one, from before
@@ -71,7 +72,7 @@ def test_the_hosts_server_is_everybodys_and_nobody_else_may_stop_it(room: Room, 
     assert book.kind == "host"
     place = Path(settings.state_root)
     assert (place / "data").stat().st_mode & 0o777 == 0o700
-    assert (place / "data").stat().st_uid == service_account(create=False).uid
+    assert (place / "data").stat().st_uid == owner
     assert settings.run_root.stat().st_mode & 0o777 == 0o755
 
     # The book that applies is the host's now; the private server is neither used nor started.
@@ -119,6 +120,38 @@ except Exception as error:
     printed, _ = room.call(overtaken, account=stranger, environment=NO_HOME)
     assert printed.startswith("ServerError this host has a book of its own")
     assert servers_in(room.folder) == 1
+
+
+@needs_root
+def test_a_folder_one_cannot_write_in_is_told_with_what_to_do(room: Room, stranger: Account) -> None:
+    ask = """
+for act in (embedded.ensure, embedded.up, embedded.down):
+    try:
+        act(settings)
+    except Exception as error:
+        print(type(error).__name__, error)
+print("-", embedded.how_to_start(settings))
+print("-", embedded.may_manage(settings), embedded.status(settings).book.running)
+"""
+    says = f"cannot write in {room.folder} (Permission denied): set JAYRUN_HOME to a folder of yours"
+    for environment in ({}, NO_HOME):  # JAYRUN_HOME, or the folder of a private server
+        printed, _ = room.call(ask, account=stranger, environment=environment)
+        assert printed.splitlines() == [*[f"ServerError {says}"] * 3, f"- {says}", "- False False"]
+
+
+@needs_root
+def test_a_private_server_that_the_hosts_replaced_is_found_while_it_runs(room: Room, stranger: Account) -> None:
+    settings = host_settings(room)
+    private = data_home_of(room, stranger) / "jayrun"
+    ask = "embedded.{}(settings); print(embedded.forgotten(settings))"
+    assert room.call(ask.format("up"), account=stranger, environment=NO_HOME)[0] == "None"
+    embedded.up(settings)
+    assert room.call(ask.format("status"), account=stranger, environment=NO_HOME)[0] == str(private)
+    assert (
+        room.call("print(embedded.down(settings))", account=stranger, environment={"JAYRUN_HOME": str(private)})[0]
+        == "True"
+    )
+    assert room.call(ask.format("status"), account=stranger, environment=NO_HOME)[0] == "None"
 
 
 @needs_root
