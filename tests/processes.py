@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -30,6 +31,14 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[ForkServer
             os.kill(child.pid, signal.SIGKILL)
         child.join(PATIENCE)
         child.close()
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for something that must come true."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def finished(child: ForkServerProcess) -> None:

@@ -114,7 +114,7 @@ class Service:
                 if (left := wait.was_set_up(key)) is not None:
                     wait.requests = left
             except BookError as error:  # then it gets what it does not need, and gives it back
-                log.debug("could not tell a waiter that a resource is set up: %s", error)
+                log.debug("could not tell a waiter that a resource is set up: %s", str(error))
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -142,7 +142,7 @@ class Service:
             try:
                 self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
             except BookError as error:  # the next tick looks again
-                log.debug("could not look whether idle resources are in the way: %s", error)
+                log.debug("could not look whether idle resources are in the way: %s", str(error))
 
     def stop(self) -> None:
         """Flush and end the thread within two seconds; the holder leaves if it holds nothing any more.
@@ -189,6 +189,7 @@ class Service:
                 time.sleep(_OUTAGE_PAUSE_SECONDS)
             if tick:
                 next_tick = time.monotonic() + self.tick_seconds
+        self._listener.close()
 
     def _sleep(self, next_tick: float) -> None:
         """Until something is enqueued, a notification or a deadline comes, or the tick is due."""
@@ -292,7 +293,8 @@ class Service:
     def _out_of_reach(self, error: Exception) -> None:
         if self._outage_since is None:
             self._outage_since = time.monotonic()
-            log.warning("the book is out of reach; leases are kept and releases will be told later: %s", error)
+            # As text: a log record that somebody keeps would keep the error's frames, and with them data and leases.
+            log.warning("the book is out of reach; leases are kept and releases will be told later: %s", str(error))
         self._listener.close()
         time.sleep(_OUTAGE_PAUSE_SECONDS)
 

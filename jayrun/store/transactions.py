@@ -101,7 +101,11 @@ class Listener:
             checked_out = self._engine.raw_connection()
             connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
             checked_out.detach()
-            connection.execute("LISTEN jayrun")
+            try:
+                connection.execute("LISTEN jayrun")
+            except psycopg.Error:
+                connection.close()
+                raise
             self._connection = connection
 
     def wait(self, seconds: float, *sources: int) -> None:
@@ -227,6 +231,5 @@ class Book:
                 give_up_at = give_up_at or now + self.patience_seconds
                 if now + pause_seconds > give_up_at:
                     raise unreachable(self.url, error) from error
-                self._engine.dispose()  # the pool's other connections are as dead as this one
                 time.sleep(pause_seconds)
                 pause_seconds = min(pause_seconds * 2, 2.0)

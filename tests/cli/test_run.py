@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import psycopg
 import pytest
 from fleet import gpus
-from processes import PATIENCE
+from processes import PATIENCE, until
 
 from jayrun.runtime import reconciler
 from jayrun.settings import child_environment
@@ -33,7 +32,9 @@ def host_id(book: Book, sql: psycopg.Connection) -> int:
 
 
 @contextmanager
-def started(url: str, *arguments: str, path: str = os.defpath) -> Iterator[subprocess.Popen[str]]:
+def started(
+    url: str, *arguments: str, path: str = os.defpath, before: Callable[[], object] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """`jayrun run ...` with its own process group, as from a shell with job control."""
     environment = child_environment({"JAYRUN_DATABASE_URL": url, "PATH": path}, without=("JAYRUN_", "CUDA_"))
     child = subprocess.Popen(
@@ -42,7 +43,9 @@ def started(url: str, *arguments: str, path: str = os.defpath) -> Iterator[subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         process_group=0,
+        preexec_fn=before,
     )
     try:
         yield child
@@ -60,13 +63,6 @@ def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
 def run(url: str, *arguments: str) -> tuple[int, str, str]:
     with started(url, *arguments) as child:
         return ended(child)
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def nothing_left(book: Book, host_id: int) -> None:
@@ -207,3 +203,22 @@ def test_a_waiting_command_reclaims_the_dead_when_nobody_else_is_there(url: str,
             first.kill()
             os.kill(command, signal.SIGKILL)
             assert ended(second)[:2] == (0, "my turn\n")
+
+
+def test_nohup_is_respected(url: str, book: Book, host_id: int) -> None:
+    script = "echo ready; sleep 0.3; echo survived"
+    with started(url, "--", "sh", "-c", script, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        os.killpg(child.pid, signal.SIGHUP)
+        assert ended(child)[:2] == (0, "survived\n")
+
+
+def test_the_exit_code_is_not_lost_where_ended_children_are_ignored(url: str, host_id: int) -> None:
+    ignoring = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
+    with started(url, "--", "sh", "-c", "exit 3", before=ignoring) as child:
+        assert ended(child)[0] == 3
+
+
+def test_arguments_that_are_no_text_are_passed_on(url: str, host_id: int) -> None:
+    assert run(url, "--label", "caf\udce9", "--", "printf", "%s", "caf\udce9.txt")[0] == 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from embedded_helpers import ROOT, Room, account_named, command_lines, new_folder, wait_for
+from embedded_helpers import ROOT, Room, account_named, command_lines, new_folder, shared_memory, wait_for
 
 from jayrun import embedded
 from jayrun.embedded import alive
@@ -23,7 +23,10 @@ def room() -> Iterator[Room]:
     yield Room(folder)
     for pid, command in command_lines().items():
         if os.fsencode(folder) in command and pid != os.getpid():
+            left = shared_memory(pid)
             alive.kill([pid], signal.SIGKILL)
+            for path in left:
+                path.unlink(missing_ok=True)
     for lock in folder.rglob("alive.lock"):
         handle = wait_for(lambda lock=lock: alive.try_lock(lock))
         os.close(handle)

@@ -75,6 +75,15 @@ def command_lines() -> dict[int, bytes]:
     return found
 
 
+def shared_memory(pid: int) -> set[Path]:
+    """PostgreSQL's files in /dev/shm that a process uses; a server that is killed leaves them to its next start."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {Path(word) for word in maps.split() if word.startswith("/dev/shm/PostgreSQL.")}
+
+
 def query(url: str, statement: str) -> list[tuple[object, ...]]:
     with psycopg.connect(url, autocommit=True, connect_timeout=5) as connection:
         cursor = connection.execute(statement.encode())

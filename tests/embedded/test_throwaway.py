@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from embedded_helpers import Room, exists, query, wait_for
+from embedded_helpers import Room, exists, query, shared_memory, wait_for
 
+from jayrun import embedded
 from jayrun.embedded import Throwaway, alive, start_throwaway
 from jayrun.embedded.accounts import Account
 from jayrun.embedded.places import Place
@@ -60,10 +61,17 @@ def test_kill_and_stop_end_everything_and_start_brings_it_back(throwaway: Throwa
 
 
 def test_a_killed_one_leaves_no_shared_memory_behind(throwaway: Throwaway) -> None:
-    maps = Path(f"/proc/{throwaway.pid}/maps").read_text()
-    assert "/pg_dynshmem/" in maps  # in its own folder
-    assert "/dev/shm/PostgreSQL." not in maps
-    throwaway.kill()
+    assert throwaway.pid is not None
+    assert list((throwaway.data_folder / "pg_dynshmem").iterdir())
+    assert shared_memory(throwaway.pid) == set()
+
+
+def test_a_lasting_server_uses_the_hosts_shared_memory(made: Room) -> None:
+    embedded.ensure(made.settings())
+    pid = embedded.status(made.settings()).pid
+    assert pid is not None
+    assert all(path.exists() for path in shared_memory(pid))
+    assert shared_memory(pid)
 
 
 def test_configuration_goes_over_the_settings_and_a_bad_one_says_why(room: Room, cluster_home: Path) -> None:

@@ -230,6 +230,20 @@ def test_a_release_between_snapshot_and_park_is_seen_by_who_parks(book: Book, sq
     assert state_of(sql, waiter) == "admitted"
 
 
+@pytest.mark.parametrize("asked", [1, 99])
+def test_an_ask_that_gets_nothing_still_serves_whom_its_fold_made_room_for(
+    book: Book, sql: psycopg.Connection, asked: int
+) -> None:
+    """The author of a release died before it combined; the next ask is refused, or impossible, and folds it."""
+    stage = scene(book, gpus(1))
+    lease = stage.granted(cuda(24))
+    waiter, _ = stage.reserve(cuda(24))
+    leases.release(book, stage.host_id, stage.holder.id, [(lease.id, lease.epoch)])
+    _, outcome = stage.reserve(cuda(asked), wait=False)
+    assert isinstance(outcome, Unavailable | Impossible)
+    assert state_of(sql, waiter) == "admitted"
+
+
 def test_an_ask_queues_behind_an_open_admission_and_sees_what_it_did(book: Book) -> None:
     """Two asks for the last device at once: the second waits at the gate, then decides on a fresh picture."""
     stage = scene(book, gpus(1))
