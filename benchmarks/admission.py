@@ -75,7 +75,7 @@ class StoreClient:
     def enter(cls, url: str) -> StoreClient:
         """A warm client of the book at `url`."""
         book = Book(url, role="benchmark")
-        client = cls(book, holders.register(book, holders.attest_host(book, HOST), role="runtime"))
+        client = cls(book, holders.register(book, holders.attest_host(book, HOST), role="worker"))
         for _ in range(WARM_CYCLES):
             client.cycle()
         return client

@@ -38,10 +38,13 @@ UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), wai
 WHERE holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
 """
 
+_LOCK_HOLDER = "SELECT FROM jayrun.holders WHERE id = %s FOR UPDATE"
 _END_HOLDER = """
 UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_reason = %s
 WHERE id = %s AND state = 'alive'
   AND NOT EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = holders.id AND ended_at IS NULL)
+  AND NOT EXISTS (SELECT FROM jayrun.executions
+                  WHERE holder_id = holders.id AND NOT detached AND state IN ('running', 'waiting', 'admitted'))
 """
 
 
@@ -89,7 +92,11 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
     pg.execute(_END_EXECUTIONS, (holder_id,))
     pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")
-    pg.execute(_END_HOLDER, (reason, holder_id))
+    with pg.transaction():
+        # A grant to it may be on its way: the lock waits for that, and the statement after it sees what came of it. Then
+        # the row stays, and the next pass ends the rest. (Locked last, so that no admission waits for us in a circle.)
+        pg.execute(_LOCK_HOLDER, (holder_id,))
+        pg.execute(_END_HOLDER, (reason, holder_id))
 
 
 def _is_dead(incarnation: Incarnation) -> bool:

@@ -413,14 +413,16 @@ BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
       AND device_id IN (SELECT d.id FROM jayrun.devices d WHERE d.host_id = the_host);
-    SELECT s.bypass_limit, s.grants_per_batch INTO bypass_limit, grants_per_batch FROM jayrun.settings s;
-    SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
-                                     d.share_count, d.exclusive_count > 0, d.exclusive_only, d.state, d.device_uuid)
-                    ORDER BY d.kind, d.host_index)
-    INTO devices FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL;
+    SELECT s.bypass_limit, s.grants_per_batch,
+        (SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
+                                          d.share_count, d.exclusive_count > 0, d.exclusive_only, d.state,
+                                          d.device_uuid) ORDER BY d.kind, d.host_index)
+         FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL)
+    INTO bypass_limit, grants_per_batch, devices FROM jayrun.settings s;
     -- The first few waiters of every shape (a loose index scan finds the shapes): equal ones are equally served or
     -- not, and those further behind are reached when those before them have gone.
-    IF jayrun.anybody_waits(the_host) THEN
+    IF EXISTS (SELECT FROM jayrun.executions w WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host)
+    THEN
         WITH RECURSIVE shapes (shape) AS (
             (SELECT w.shape FROM jayrun.executions w
              WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host ORDER BY w.shape LIMIT 1)
