@@ -93,8 +93,8 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
     pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")
     with pg.transaction():
-        # A grant to it may be on its way: the lock waits for that, and the statement after it sees what came of it. Then
-        # the row stays, and the next pass ends the rest. (Locked last, so that no admission waits for us in a circle.)
+        # A grant to it may be on its way: the lock waits for that, and the statement after it sees what came of it.
+        # Then the row stays, and the next pass ends the rest. (Last, so that no admission waits for us in a circle.)
         pg.execute(_LOCK_HOLDER, (holder_id,))
         pg.execute(_END_HOLDER, (reason, holder_id))
 

@@ -25,6 +25,7 @@ def make_runtime(url: str, sql: psycopg.Connection) -> Iterator[MakeRuntime]:
 
     yield make
     for runtime in made:
+        runtime._cancel_waiting("the test is over")  # a test that failed may still hold what others wait for
         runtime.close()
     ended = service._services.pop(url, None)
     if ended is not None:
