@@ -147,6 +147,7 @@ def test_no_waiting_sees_what_the_process_let_go_a_moment_ago(make_runtime: Make
     runtime = make_runtime(devices=gpus(1))
     for _ in range(20):
         data = runtime.run(Take, memory_gb=24, timeout=0)
+        assert data.placement.reserved_memory_bytes == 24 * 10**9
         del data
 
 
