@@ -24,7 +24,7 @@ def open_book(settings: Settings, *, role: str = "cli", start: bool = False, pat
     book = Book(found.url, role=role, patience_seconds=patience_seconds)
     try:
         book.read(schema.check_revision)
-    except BaseException as error:
+    except BaseException as error:  # no connection is left behind, whatever came between
         book.close()
         if isinstance(error, BookUnreachable):
             reason = str(error).partition("\n")[0]
@@ -47,7 +47,7 @@ def open_judged(settings: Settings) -> Book:
             host_id = holders.find_own_host(book, settings.host_id)
             if host_id is not None:
                 reconciler.run_pass(book, host_id)
-    except BaseException:
+    except BaseException:  # likewise
         book.close()
         raise
     return book

@@ -141,7 +141,7 @@ def run_command(
                 probes.reach("command.granted")
                 child.execute(_environment(terms.request, lease))
                 _stay(child, book, holder)
-        except BaseException:
+        except BaseException:  # the child goes, whatever came between
             child.dismiss()
             with contextlib.suppress(BookError):  # then any pass of the host sees that the child is gone
                 holders.leave(book, holder)

@@ -201,7 +201,7 @@ class Job:
                 clear_frames(signal)
                 self._give_up_grants(invocation, name)
                 raise PlacementSignal() from None
-            except BaseException as error:
+            except BaseException as error:  # whatever user code raised in place of the signal
                 if invocation.signalled and not isinstance(error, KeyboardInterrupt | SystemExit):
                     raise PlacementSignalSwallowed(SWALLOWED.format(name=name)) from error
                 raise
@@ -248,7 +248,7 @@ class Job:
                 # What this process let go a moment ago may not be told yet, and this is the last chance.
                 self._service.flush_if_reachable()
                 outcome = admission.reserve(self._service.book, ask)
-        except BaseException:
+        except BaseException:  # also Ctrl-C in the middle of it
             # Nobody knows what the book did: once it can be reached, whatever it was is taken back.
             self._service.outbox.put(Undo(self._work.id, (work.id, position, work.invocation)))
             raise

@@ -69,9 +69,9 @@ class Runtime:
             host_identity=settings.host_id,
             label=settings.label if label is None else label,
         )
-        self._service.runtimes += 1
         if declared:
             self._add_devices(declared)
+        self._service.runtimes += 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="jayrun-run")
         self._jobs: set[Job] = set()
         self._idle = threading.Condition()
@@ -101,7 +101,7 @@ class Runtime:
             while data is None:
                 data = job.step(_wait(job))
             return data
-        except Exception as error:
+        except Exception as error:  # whatever the operator raised; it is raised again
             self._failed(error)
             raise
         except BaseException:  # Ctrl-C may come between any two lines, also when it has just been parked
@@ -190,8 +190,6 @@ class Runtime:
 
     def _enter(self, job: Job) -> None:
         """Count the job in, unless this Runtime takes no more."""
-        if not self._is_mine():
-            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
         with self._idle:
             if self._refusal is not None:
                 raise RuntimeClosed(self._refusal)
@@ -205,7 +203,9 @@ class Runtime:
         timeout: object,
         retry: object,
     ) -> Job:
-        """Check the arguments."""
+        """Check the arguments, before any lock is touched: in a forked child another thread may have held it."""
+        if not self._is_mine():
+            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
         if not (isinstance(operator, type) and issubclass(operator, Operator)):
             raise TypeError(f"operator must be a subclass of Operator, not {operator!r}")
         if not isinstance(retry, RetryPolicy):
@@ -285,7 +285,7 @@ def _wait(job: Job) -> Resolution:
     try:
         job.park(resolve)
         resolved.wait()
-    except BaseException:
+    except BaseException:  # Ctrl-C above all; it is raised again
         job.abandon(resolutions[0] if resolutions else None)
         raise
     return resolutions[0]

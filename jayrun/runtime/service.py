@@ -75,7 +75,7 @@ class Service:
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
             self.holder: Holder = holders.register(first, self.host_id, role="runtime", label=label)
             self.tick_seconds = first.tick_seconds()
-        except BaseException:
+        except BaseException:  # no connection is left behind, whatever came between
             self.book.close()
             raise
         self.outbox = Outbox()
@@ -228,7 +228,7 @@ class Service:
                     )
             if self._settle(batch) or taken_back:
                 admission.combine(self._impatient, self.host_id)
-        except BaseException:
+        except BaseException:  # nothing is forgotten, whatever came between
             messages.extendleft(reversed(batch))
             raise
         for message in batch:

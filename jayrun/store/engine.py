@@ -116,7 +116,7 @@ def driver_connection(engine: Engine) -> Iterator[PgConnection[Any]]:
     try:
         pg: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
         yield pg
-    except BaseException:
+    except BaseException:  # also Ctrl-C in the middle of a message
         checked_out.invalidate()
         raise
     finally:
