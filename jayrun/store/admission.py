@@ -102,7 +102,8 @@ class Impossible:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The execution was ended by somebody else, in this state; nothing was written."""
+    """The execution was ended by somebody else, in this state, or the lease of this very ask has ended meanwhile, for
+    this reason; nothing was written."""
 
     state: str
 
@@ -209,7 +210,8 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
 def _known(book: Book, picture: Picture) -> Outcome | None:
     """What an earlier try of the same ask did whose answer was lost, or what somebody did to the execution."""
     if picture.own_lease is not None:
-        return Granted(leases.read_lease(book, UUID(picture.own_lease[0])))
+        lease_id, end_reason = picture.own_lease
+        return Ended(end_reason) if end_reason else Granted(leases.read_lease(book, UUID(lease_id)))
     if picture.own_state in ("waiting", "admitted"):
         return Parked()
     if picture.own_state not in (None, "running"):

@@ -450,7 +450,7 @@ BEGIN
     IF the_execution IS NOT NULL THEN
         SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
         IF own_state IS NOT NULL THEN
-            SELECT json_build_array(l.id, l.epoch) INTO own_lease FROM jayrun.leases l
+            SELECT json_build_array(l.id, l.end_reason) INTO own_lease FROM jayrun.leases l
             WHERE l.execution_id = the_execution AND l.position = the_position AND l.invocation = the_invocation;
         END IF;
     END IF;

@@ -16,7 +16,7 @@ from jayrun import probes
 from jayrun.domain.devices import DeviceState
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store import admission, audit, devices, executions, holders, leases, reclaim
-from jayrun.store.admission import Ask, Granted, Impossible, Parked, Unavailable
+from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
 from jayrun.store.transactions import Book
 
 
@@ -102,6 +102,16 @@ def test_asking_again_with_the_same_id_gives_the_same_lease(book: Book, sql: psy
     assert isinstance(first, Granted)
     assert first == second
     assert len(audit.leases(book)) == 1
+
+
+def test_asking_again_for_a_lease_that_has_ended_is_no_lease(book: Book) -> None:
+    stage = scene(book, gpus(1))
+    ask = stage.ask(cuda(2))
+    first = admission.reserve(book, ask)
+    assert isinstance(first, Granted)
+    leases.release(book, stage.host_id, stage.holder.id, [(first.lease.id, first.lease.epoch)])
+    assert admission.reserve(book, ask) == Ended("released")
+    assert audit.leases(book) == []
 
 
 def test_asking_again_while_parked_stays_parked(book: Book) -> None:
