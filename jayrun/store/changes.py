@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from psycopg.types.json import Jsonb
-
 from jayrun.domain.devices import Share
 from jayrun.domain.queue import Admission
 from jayrun.domain.requests import Request
@@ -62,7 +60,7 @@ class Changes:
         if not self._document:
             gate.commit() if durable else gate.leave()
             return {}
-        document = Jsonb(self._document | {"host_id": self._host_id})
+        document = self._document | {"host_id": self._host_id}
         return dict(gate.commit(_WRITE, (document,), notify=self._payload() if self._told else None))
 
     def _add(self, part: str, record: Any) -> None:

@@ -15,7 +15,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from jayrun.errors import BookDenied, BookUnreachable
 
 # One idle connection per process is kept; bursts may open more, and give them back at once.
-_POOL = {"pool_size": 1, "max_overflow": 63, "pool_timeout": 30, "pool_use_lifo": True}
+_POOL = {
+    "pool_size": 1,
+    "max_overflow": 63,
+    "pool_timeout": 30,
+    "pool_use_lifo": True,
+    "pool_reset_on_return": None,  # autocommit leaves nothing open, and after an error a connection is thrown away
+}
 _CONNECT = {
     "connect_timeout": 5,
     "keepalives_idle": 10,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,9 @@ from uuid import UUID
 
 from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
-from psycopg.types.json import Jsonb
 
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store.texts import plain_failure
+from jayrun.store.texts import plain_failure, rendered
 from jayrun.store.transactions import Book
 
 
@@ -39,10 +39,10 @@ class Lease:
     shares: tuple[LeasedShare, ...]
 
 
-_LEAVE = "SELECT jayrun.leave(%s, %s, %s, %s)"
+_LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s)"
 _FINISH = """
 UPDATE jayrun.executions e SET state = x.state, ended_at = clock_timestamp(), failure = x.failure, attempt = x.attempt
-FROM jsonb_to_recordset(%s) AS x (id uuid, state text, failure jsonb, attempt integer)
+FROM jsonb_to_recordset(%s::jsonb) AS x (id uuid, state text, failure jsonb, attempt integer)
 WHERE e.id = x.id AND e.state = 'running'
 """
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
@@ -116,14 +116,15 @@ def settle(
             }
             for each in finished
         ]
-        parameters.append(Jsonb(ends))
+        parameters.append(json.dumps(ends))
     # The look whether somebody waits is a transaction of its own in the same message: it needs a later snapshot.
     statements += ["COMMIT", _ANYBODY_WAITS]
     parameters.append(host_id)
+    message = rendered("; ".join(statements), parameters)
 
     def unit(pg: PgConnection[Any]) -> bool:
         cursor = ClientCursor(pg)
-        cursor.execute("; ".join(statements), parameters)
+        cursor.execute(message)
         cursor.set_result(-1)
         [(somebody_waits,)] = cursor.fetchall()
         return bool(somebody_waits)

@@ -32,6 +32,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from jayrun import kernel, probes
 from jayrun.errors import BookBusy
 from jayrun.store.engine import connect_engine, denied, driver_connection, is_denied, is_lost, unreachable
+from jayrun.store.texts import rendered
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ class Gate:
     def execute(self, statement: str, parameters: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
         """Run one statement behind the gate; returns its rows."""
         opening, self._opening = self._opening, ""
-        self._cursor.execute(opening + statement, parameters)
+        self._cursor.execute(opening + rendered(statement, parameters))
         self._cursor.set_result(-1)
         return self._cursor.fetchall() if self._cursor.description is not None else []
 
@@ -72,9 +73,8 @@ class Gate:
     ) -> list[tuple[Any, ...]]:
         """Run a last statement, commit, let the gate go, and only then make it durable and tell those whom `notify`
         names; all in one message. Returns the rows of the statement."""
-        flush = _FLUSH if notify is None else _FLUSH + _NOTIFY
-        told = () if notify is None else (notify,)
-        self._cursor.execute(f"{self._opening}{statement}; COMMIT; {flush}", (*parameters, *told))
+        flush = _FLUSH if notify is None else _FLUSH + rendered(_NOTIFY, (notify,))
+        self._cursor.execute(f"{self._opening}{rendered(statement, parameters)}; COMMIT; {flush}")
         self.left = True
         self._cursor.set_result(-3)
         return self._cursor.fetchall()
