@@ -10,21 +10,28 @@ from typer.core import TyperGroup
 
 from jayrun.errors import JayrunError
 
+from .can import can
 from .db import db
 from .demo import demo
 from .devices import devices
+from .executions import executions
 from .exits import exit_code
 from .leases import leases
 from .queue import queue
 from .reconciler import reconciler
 from .run import RunCommand, run
+from .why import why
+from .worker import worker
 
 
 class Commands(TyperGroup):
     """The commands in the order in which one gets to know them; typer would list groups last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["run", "devices", "leases", "queue", "db", "reconciler", "demo"]
+        return [
+            *("run", "can", "devices", "leases", "queue", "why", "executions", "worker"),
+            *("db", "reconciler", "demo"),
+        ]
 
 
 app = typer.Typer(
@@ -37,6 +44,10 @@ app.add_typer(db, name="db")
 app.add_typer(devices, name="devices")
 app.add_typer(leases, name="leases")
 app.command()(queue)
+app.command()(why)
+app.command()(can)
+app.add_typer(executions, name="executions")
+app.command()(worker)
 app.command()(reconciler)
 app.command()(demo)
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)

@@ -21,7 +21,7 @@ from jayrun.store.transactions import Book
 
 from .book import open_book, open_judged
 from .exits import checked_arguments
-from .options import AsJson
+from .options import AsJson, HostName
 from .render import Column, ranges, show_rows
 
 devices = typer.Typer(help="Show and change which accelerators may be leased.", no_args_is_help=True)
@@ -40,9 +40,6 @@ COLUMNS = (
     Column("NAME", lambda row: row["name"] or row["device_uuid"] or "-", folds=True, spare=3),
 )
 
-Host = Annotated[
-    str | None, typer.Option("--host", metavar="NAME", help="Another host of the book, by name or identity.")
-]
 Kind = Annotated[Literal["gpu", "tpu"], typer.Option("--device", help="The kind of the devices.")]
 Numbers = Annotated[list[int], typer.Argument(metavar="DEVICE_ID...", help="Numbers of devices on their host.")]
 
@@ -85,7 +82,7 @@ def declare(
     file: Annotated[
         Path | None, typer.Option(metavar="DEVICES.TOML", help="A file with a [[device]] table for each device.")
     ] = None,
-    host: Host = None,
+    host: HostName = None,
     as_json: AsJson = False,
 ) -> None:
     """Declare devices of this host.
@@ -125,7 +122,7 @@ def declare(
 
 
 @devices.command()
-def drain(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: AsJson = False) -> None:
+def drain(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_json: AsJson = False) -> None:
     """Give devices no new leases.
 
     Those that they carry stay until they end.
@@ -134,13 +131,13 @@ def drain(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: As
 
 
 @devices.command()
-def resume(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: AsJson = False) -> None:
+def resume(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_json: AsJson = False) -> None:
     """Let drained devices take leases again."""
     _set_state(numbers, device, DeviceState.ONLINE, host=host, as_json=as_json, verb="online:")
 
 
 @devices.command()
-def remove(numbers: Numbers, device: Kind = "gpu", host: Host = None, as_json: AsJson = False) -> None:
+def remove(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_json: AsJson = False) -> None:
     """Take devices that carry no leases out of the book.
 
     Their history stays.

@@ -11,6 +11,7 @@ from jayrun.embedded import NotADatabaseUrl
 from jayrun.errors import (
     BookUnreachable,
     DeviceFileError,
+    ExecutionFailed,
     JayrunError,
     PlacementImpossible,
     PlacementTimeout,
@@ -33,6 +34,8 @@ def exit_code(error: JayrunError) -> int:
         case BookUnreachable():
             return UNREACHABLE
         case PlacementImpossible():
+            return IMPOSSIBLE
+        case ExecutionFailed(failure={"type": "PlacementImpossible"}):
             return IMPOSSIBLE
         case PlacementTimeout():
             return TIMED_OUT

@@ -9,11 +9,12 @@ from jayrun.store import audit
 
 from .book import open_judged
 from .options import AsJson
-from .render import Column, age, local, show_rows
+from .render import Column, age, local, short_id, show_rows
 
 COLUMNS = (
     Column("POS", lambda row: str(row["position"]), number=True),
     Column("HOST", lambda row: row["host"] or "-", spare=1),
+    Column("ID", lambda row: short_id(row["execution_id"])),
     Column("EXECUTION", lambda row: row["execution"]),
     Column("USER", lambda row: row["user"] or "-"),
     Column("PID", lambda row: str(row["pid"] or "-"), number=True),
@@ -28,7 +29,7 @@ COLUMNS = (
 def queue(as_json: AsJson = False) -> None:
     """List who waits, in the order of admission, and why.
 
-    The reason says how the devices stand that could serve it.
+    The reason says how the devices stand that could serve it; `jayrun why ID` tells more.
     """
     with closing(open_judged(Settings.load())) as book:
         rows = audit.queue(book)

@@ -15,12 +15,15 @@ from uuid import UUID
 
 import typer
 
+from jayrun.domain.reasons import printable as printable
+from jayrun.domain.reasons import short_id as short_id
+from jayrun.domain.units import format_seconds
+
 Row = dict[str, Any]
 
 _UNLIMITED_WIDTH = 100_000
 _GAP = 2
 _LEAST_FOLDED = 8
-_SHORT_ID = 12
 _INDENT = " " * 4
 _HERE_BELOW = "\ue000"  # marks a row's place; no cell has it, for it is not printable
 
@@ -126,14 +129,8 @@ def show_rows(rows: Sequence[Row], columns: Sequence[Column], *, as_json: bool, 
 
 
 def age(passed: timedelta | float) -> str:
-    """A span of time in its two largest units, cut off: `12 s`, `3 m 12 s`, `2 h 5 m`, `3 d 4 h`."""
-    rest = max(int(passed.total_seconds() if isinstance(passed, timedelta) else passed), 0)
-    parts: list[tuple[int, str]] = []
-    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
-        if count or parts or unit == "s":
-            parts.append((count, unit))
-    return " ".join(f"{count} {unit}" for count, unit in parts[:2] if count or len(parts) == 1)
+    """A span of time (a number means seconds) in its two largest units."""
+    return format_seconds(passed.total_seconds() if isinstance(passed, timedelta) else passed)
 
 
 def local(moment: datetime | None) -> str:
@@ -146,16 +143,6 @@ def ranges(numbers: Iterable[int]) -> str:
     runs = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
     found = [[number for _, number in run] for _, run in runs]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
-
-
-def short_id(identity: UUID) -> str:
-    """The end of an id, which is random; ids made at the same time begin alike."""
-    return identity.hex[-_SHORT_ID:]
-
-
-def printable(text: str) -> str:
-    """`text` without what would move a terminal's cursor or change its colours: labels are other people's words."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text) or "-"
 
 
 def _plain(value: object) -> object:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import errno
-import re
 from typing import Annotated, Any
 from uuid import UUID
 
 import typer
 from typer.core import TyperCommand
 
-from jayrun.domain.checks import MAX_INDEX, whole_number
-from jayrun.domain.devices import Backend, Device
-from jayrun.domain.requests import MAX_DEVICES, Request
-from jayrun.domain.units import format_bytes, gigabytes_to_bytes
+from jayrun.domain.requests import Request
+from jayrun.domain.units import format_bytes
 from jayrun.errors import JayrunError
 from jayrun.settings import Settings
 from jayrun.store.transactions import Book
 
 from .exits import USAGE, exit_code
+from .options import DeviceId, Exclusive, Gpus, MemoryGb, Priority, check_priority, request_of
 
 PATIENCE_SECONDS = 3.0
 """How long a lost connection is tried again before it is said; a wait, and the command, go on all the same."""
@@ -40,14 +38,11 @@ class RunCommand(TyperCommand):
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGUMENTS]", help="The command, after `--`.")],
-    gpus: Annotated[str, typer.Option(metavar="N|MIN-MAX", help="How many GPUs, all of them or none.")] = "1",
-    memory_gb: Annotated[
-        float | None,
-        typer.Option(help="Decimal gigabytes on each GPU. Without it the GPUs are exclusive."),
-    ] = None,
-    exclusive: Annotated[bool, typer.Option("--exclusive", help="No other lease on these GPUs.")] = False,
-    device_id: Annotated[int | None, typer.Option(help="This GPU of the host and no other (one GPU only).")] = None,
-    priority: Annotated[int, typer.Option(help="Higher is served first.")] = 0,
+    gpus: Gpus = "1",
+    memory_gb: MemoryGb = None,
+    exclusive: Exclusive = False,
+    device_id: DeviceId = None,
+    priority: Priority = 0,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of waiting.")] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Give up at once when nothing is free.")] = False,
     label: Annotated[str, typer.Option(help="Free text shown beside the lease.")] = "",
@@ -64,8 +59,8 @@ def run(
     from jayrun.runtime.command import CannotExecute, PausedChild, Terms, run_command
 
     try:
-        request = _request(gpus, memory_gb, exclusive, device_id)
-        whole_number(priority, "--priority", minimum=-MAX_INDEX - 1)
+        request = request_of(gpus, memory_gb, exclusive, device_id)
+        check_priority(priority)
         seconds = _seconds(timeout, no_wait)
     except (TypeError, ValueError) as error:
         raise _failure(error, USAGE) from None
@@ -83,39 +78,6 @@ def run(
     finally:
         child.dismiss()
     raise typer.Exit(code)
-
-
-def _request(gpus: str, memory_gb: float | None, exclusive: bool, device_id: int | None) -> Request:
-    """The request that the options mean. Raises ValueError naming the option."""
-    counts = re.fullmatch(r"(\d+)(?:-(\d+))?", gpus)
-    if counts is None:
-        raise ValueError(f"--gpus must be a number or MIN-MAX, but is {gpus!r}")
-    fewest, most = (
-        whole_number(int(count), "--gpus", minimum=1, maximum=MAX_DEVICES)
-        for count in (counts[1], counts[2] or counts[1])
-    )
-    if fewest > most:
-        raise ValueError(f"--gpus {gpus}: the first number is larger")
-    if memory_gb is not None and not gigabytes_to_bytes(memory_gb, "--memory-gb") and not exclusive:
-        raise ValueError("--memory-gb must be positive without --exclusive")
-    if device_id is not None:
-        whole_number(device_id, "--device-id")
-    alone = exclusive or memory_gb is None
-    if most == 1 and fewest == 1:
-        return Request.single(
-            device=Device.GPU, backend=Backend.CUDA, memory_gb=memory_gb or 0, exclusive=alone, device_id=device_id
-        )
-    if device_id is not None:
-        raise ValueError(f"--device-id names one GPU, but --gpus is {gpus}")
-    return Request.of_group(
-        device=Device.GPU,
-        backend=Backend.CUDA,
-        per_device_memory_gb=memory_gb or 0,
-        min_devices=fewest,
-        max_devices=most,
-        prefer_max_devices=most > fewest,
-        exclusive=alone,
-    )
 
 
 def _seconds(timeout: float | None, no_wait: bool) -> float | None:

@@ -8,6 +8,7 @@ from jayrun.runtime.data import Data
 from jayrun.runtime.operator import Operator, Resource
 from jayrun.runtime.retry import FailureMode, RetryPolicy
 from jayrun.runtime.runtime import Runtime
+from jayrun.runtime.ticket import Ticket
 
 __all__ = [
     "Data",
@@ -17,6 +18,7 @@ __all__ = [
     "RetryPolicy",
     "Runtime",
     "RuntimeDevice",
+    "Ticket",
     "errors",
     "placement",
 ]

@@ -5,6 +5,9 @@ Bad arguments stay `TypeError` and `ValueError`; everything below derives from `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class JayrunError(Exception):
     """The root of jayrun's own exceptions."""
@@ -48,6 +51,15 @@ class PlacementUnavailableHere(PlacementError):
     """`self.placement` was used where no invocation runs: outside `execute()`/`setup()`, or in a forked child."""
 
 
+class ExecutionFailed(JayrunError):
+    """A submitted execution has failed; `failure` is what the book has of it (type, message, traceback, attempt, host,
+    pid, at)."""
+
+    def __init__(self, message: str = "", failure: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.failure = dict(failure or {})
+
+
 class RuntimeClosed(JayrunError):
     """The Runtime was closed, or failed fast, and takes no new work."""
 
@@ -85,6 +97,14 @@ class UnknownHost(BookError):
 
 class UnknownId(BookError):
     """No lease or execution has this id; the message says how to list those that exist."""
+
+
+class KeyTaken(BookError):
+    """Something else was submitted with the same key; the message shows both. Choose another key."""
+
+
+class ExecutionNotDetached(BookError):
+    """The execution lived in a process and ended with it; only submitted ones can be retried."""
 
 
 class DeviceInUse(BookError):

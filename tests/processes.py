@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
+
+from jayrun.settings import child_environment
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["jayrun.runtime.runtime", "jayrun.runtime.command"])
@@ -31,6 +37,27 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[ForkServer
             os.kill(child.pid, signal.SIGKILL)
         child.join(PATIENCE)
         child.close()
+
+
+@contextmanager
+def command(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`jayrun ARGUMENTS` in a process group of its own, its words on `stderr`; the group is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from jayrun.cli.app import main; main()", *arguments],
+        env=child_environment(environment, without=("JAYRUN_", "PG")),
+        cwd=Path(__file__).parent,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE)
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def until(true: Callable[[], object]) -> None:

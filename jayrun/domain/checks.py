@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TypeVar
 
 MAX_INDEX = 2**31 - 1
@@ -25,6 +26,18 @@ def whole_number(value: object, name: str, *, minimum: int = 0, maximum: int = M
     if number > maximum:
         raise ValueError(f"{name} must be at most {maximum}, but is {number}")
     return number
+
+
+def number(value: object, name: str, *, minimum: float) -> float:
+    """`value` as a finite float of at least `minimum`; NumPy's numbers are numbers, a bool is not.
+
+    Raises TypeError for another type and ValueError when it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
+    if not math.isfinite(value) or value < minimum:
+        raise ValueError(f"{name} must be at least {minimum:g} and finite, but is {value}")
+    return float(value)
 
 
 def flag(value: object, name: str) -> bool:

@@ -26,13 +26,20 @@ class Endable:
 
 
 def fewest_to_end(
-    requests: Sequence[Request], devices: Sequence[BookedDevice], candidates: Sequence[Endable]
+    requests: Sequence[Request],
+    devices: Sequence[BookedDevice],
+    candidates: Sequence[Endable],
+    *,
+    admits: Callable[[Sequence[BookedDevice]], bool] | None = None,
 ) -> tuple[UUID, ...] | None:
     """The smallest set of `candidates` whose end would let `requests` be placed on `devices`, all of one host.
 
     Of the smallest sets the one that frees the fewest bytes, then the one least recently used; () when the requests fit
     already, None when no set suffices. The search is exact while the candidates are few, and bounded beyond: then the
     set suffices and has no member too many, but a smaller one may exist.
+
+    `admits` has the last word on the devices as they would be then, for others may come first there. With it, ending
+    more may help less, so beyond the bound a set that suffices may stay unfound.
     """
 
     def suffices(ended: Sequence[Endable]) -> bool:
@@ -41,26 +48,30 @@ def fewest_to_end(
             for share in lease.shares:
                 shares.setdefault(share.device_id, []).append(share)
         freed = [device.without_shares(shares[device.id]) if device.id in shares else device for device in devices]
-        return plan(requests, freed) is not None
+        return plan(requests, freed) is not None and (admits is None or admits(freed))
 
     if suffices(()):
         return ()
     useful = [device.id for device in devices if any(is_candidate(request, device) for request in requests)]
-    leases = [lease for lease in candidates if any(share.device_id in useful for share in lease.shares)]
-    if not suffices(leases):
+    leases = [
+        lease for lease in candidates if admits is not None or any(share.device_id in useful for share in lease.shares)
+    ]
+    best: Sequence[Endable] | None = None
+    if suffices(leases):
+        best = min((_thinned(leases, device_id, suffices) for device_id in useful), key=_price)
+    elif admits is None:
         return None
-    best: Sequence[Endable] = min((_thinned(leases, device_id, suffices) for device_id in useful), key=_price)
     tries = 0
-    for size in range(1, len(best) + 1):
+    for size in range(1, len(leases) + 1):
         for ended in combinations(leases, size):
             tries += 1
             if tries > _TRIES:
-                return _ids(best)
-            if _price(ended) < _price(best) and suffices(ended):
+                return None if best is None else _ids(best)
+            if (best is None or _price(ended) < _price(best)) and suffices(ended):
                 best = ended
-        if len(best) == size:
+        if best is not None and len(best) == size:
             break
-    return _ids(best)
+    return None if best is None else _ids(best)
 
 
 def _thinned(leases: Sequence[Endable], focus: int, suffices: Callable[[Sequence[Endable]], bool]) -> Sequence[Endable]:

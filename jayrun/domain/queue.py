@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -16,6 +17,8 @@ from jayrun.domain.keeping import Target, find_target
 from jayrun.domain.planner import Granted, Impossible, Plan, Unavailable, judge
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
+from jayrun.domain.workers import IdleWorkers
+from jayrun.domain.workers import Worker as Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +26,9 @@ class Waiter:
     """Someone who waits for `requests` to be granted together, on one of `hosts` (tried in this order).
 
     `age` is the number drawn when it first asked, lower is older. `recorded` is the whole sequence by which it is
-    judged impossible, when that is more than `requests`. `bypassed` counts grants that went past it. `shape` comes from
-    `sequence.shape_of(hosts, requests)`.
+    judged impossible, when that is more than `requests`. `bypassed` counts grants that went past it. `operator` names
+    what a worker must know to take the grant; None: the waiter's own process takes it. `shape` comes from
+    `sequence.shape_of(hosts, requests, operator)`.
     """
 
     id: UUID
@@ -34,16 +38,18 @@ class Waiter:
     requests: tuple[Request, ...]
     recorded: tuple[Request, ...] | None = None
     bypassed: int = 0
+    operator: str | None = None
     shape: str
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The waiter `id` gets all it waits for on `host_id`, as `plan` says."""
+    """The waiter `id` gets all it waits for on `host_id`, as `plan` says; `worker` takes it, or its own process."""
 
     id: UUID
     host_id: int
     plan: Plan
+    worker: UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +62,34 @@ class Bypass:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """So many bytes of a device are kept for a waiter: 0 when it only has to be alone there."""
+
+    waiter_id: UUID
+    host_id: int
+    device_id: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
-    """What one pass over the queue decided; `impossible` gives the reason for each waiter that can never be served."""
+    """What one pass over the queue decided.
+
+    `impossible` gives the reason for each waiter that can never be served. `kept` says what was kept from those who
+    were examined, once for each waiter and device; when nobody asked any more, nothing had to be kept.
+    """
 
     grants: tuple[Grant, ...]
     bypasses: tuple[Bypass, ...]
     impossible: Mapping[UUID, str]
+    kept: tuple[Kept, ...]
 
 
 def admit(
     waiters: Iterable[Waiter],
     fleet: Mapping[int, Sequence[BookedDevice]],
     *,
+    workers: Mapping[int, Sequence[Worker]] = {},
     bypass_limit: int,
     batch: int,
 ) -> Admission:
@@ -76,9 +98,12 @@ def admit(
     Higher priority first, then who asked first. `fleet` shows the devices of each host by the host's key; a host that
     it lacks is not judged. `batch` bounds the grants of the pass, not the waiters examined. A waiter that was bypassed
     `bypass_limit` times, those of this pass included, has one target set of devices kept for it from then on.
+
+    `workers` are the idle ones of each host. A waiter with an operator is served, bypassed and kept for only on hosts
+    where one is left that knows it; each takes one grant, or is kept with the devices of one waiter.
     """
     line = sorted(waiters, key=lambda waiter: (-waiter.priority, waiter.age))
-    return _Pass(line, fleet, bypass_limit).run(batch)
+    return _Pass(line, fleet, IdleWorkers(workers), bypass_limit).run(batch)
 
 
 @dataclass(slots=True)
@@ -90,16 +115,24 @@ class _Standing:
     it has had enough, and its place in the line.
     """
 
+    operator: str | None
     candidates: frozenset[int]
     passes: int = 0
     due: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _Pass:
-    """The state of one pass. Room only gets less in it, so what failed once is not tried again."""
+    """The state of one pass. Room and workers only get less in it, so what failed once is not tried again."""
 
-    def __init__(self, line: Sequence[Waiter], fleet: Mapping[int, Sequence[BookedDevice]], bypass_limit: int) -> None:
+    def __init__(
+        self,
+        line: Sequence[Waiter],
+        fleet: Mapping[int, Sequence[BookedDevice]],
+        workers: IdleWorkers,
+        bypass_limit: int,
+    ) -> None:
         self._line = line
+        self._workers = workers
         self._bypass_limit = bypass_limit
         # Everything booked: leases, the grants of this pass, and the room kept; and nothing but the room kept.
         self._now: dict[int, Sequence[BookedDevice]] = dict(fleet)
@@ -109,6 +142,7 @@ class _Pass:
         self._standing: dict[str, _Standing] = {}
         self._owed: list[int] = []
         self._hopeless: set[str] = set()
+        self._kept_for: list[Kept] = []
 
     def run(self, batch: int) -> Admission:
         grants: list[Grant] = []
@@ -127,7 +161,7 @@ class _Pass:
                     impossible[waiter.id] = reason
                 case None:
                     self._stand(place, waiter)
-        return Admission(tuple(grants), tuple(bypasses), impossible)
+        return Admission(tuple(grants), tuple(bypasses), impossible, tuple(self._kept_for))
 
     def _decide(self, waiter: Waiter) -> Grant | str | None:
         """The grant, the reason why there can never be one, or None when there is none now."""
@@ -140,11 +174,11 @@ class _Pass:
                 continue
             verdict = judge(waiter.requests, self._now[host_id], waiter.recorded)
             match verdict:
-                case Granted(plan):
-                    return Grant(waiter.id, host_id, plan)
+                case Granted(plan) if self._workers.can_take(host_id, waiter.operator):
+                    return Grant(waiter.id, host_id, plan, self._workers.choose(host_id, waiter.operator))
                 case Impossible(reason):
                     reasons.append(reason)
-                case Unavailable():
+                case Granted() | Unavailable():
                     pass
                 case _:
                     assert_never(verdict)
@@ -159,17 +193,20 @@ class _Pass:
         taken = {share.device_id for share in _shares(grant.plan)}
         bypasses = []
         for shape, standing in self._standing.items():
-            if not standing.candidates.isdisjoint(taken):
-                bypasses.append(Bypass(shape, waiter.priority, waiter.age))
-                standing.passes += 1
-                self._call(standing)
+            # Whom no worker could take now, nobody goes past. The worker of this grant counts: it could have taken it.
+            if standing.candidates.isdisjoint(taken) or not self._workers.can_take(grant.host_id, standing.operator):
+                continue
+            bypasses.append(Bypass(shape, waiter.priority, waiter.age))
+            standing.passes += 1
+            self._call(standing)
+        self._workers.use(grant.host_id, grant.worker)
         return bypasses
 
     def _stand(self, place: int, waiter: Waiter) -> None:
         """Let the waiter wait, and count from now on who goes past it."""
         standing = self._standing.get(waiter.shape)
         if standing is None:
-            standing = self._standing[waiter.shape] = _Standing(self._candidates(waiter))
+            standing = self._standing[waiter.shape] = _Standing(waiter.operator, self._candidates(waiter))
         heappush(standing.due, (standing.passes + self._bypass_limit - waiter.bypassed, place))
         self._call(standing)
 
@@ -182,10 +219,11 @@ class _Pass:
         """Keep one target set of devices for each who has been bypassed often enough, the first in line first.
 
         It is booked like a lease, so that later ones get only what fits beside it, though the device may be full now.
+        A worker is kept with it: else the room would be for nobody as soon as another grant had taken the last one.
         """
         for place in sorted(self._owed):
             waiter = self._line[place]
-            # The room kept only grows, so where there was no more for one there is none for its equals.
+            # What is kept only grows, so where there was no more for one there is none for its equals.
             if waiter.shape in self._hopeless:
                 continue
             best: tuple[int, Target] | None = None
@@ -200,10 +238,15 @@ class _Pass:
             shares = _shares(target.plan)
             self._now[host_id] = book(self._now[host_id], shares)
             self._kept[host_id] = book(self._kept[host_id], shares)
+            self._workers.use(host_id, self._workers.choose(host_id, waiter.operator))
+            memory_bytes: Counter[int] = Counter()
+            for share in shares:
+                memory_bytes[share.device_id] += share.memory_bytes
+            self._kept_for += [Kept(waiter.id, host_id, *each) for each in memory_bytes.items()]
         self._owed.clear()
 
     def _target(self, waiter: Waiter, host_id: int) -> Target | None:
-        if host_id not in self._now:
+        if host_id not in self._now or not self._workers.can_take(host_id, waiter.operator):
             return None
         if host_id not in self._kept:
             self._kept[host_id] = tuple(device.emptied() for device in self._now[host_id])

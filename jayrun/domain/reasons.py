@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from uuid import UUID
 
 from jayrun.domain.devices import BookedDevice, DeviceState
 from jayrun.domain.fit import is_candidate
@@ -12,6 +13,7 @@ from jayrun.domain.units import format_bytes
 
 _MOST_LINES = 64
 """Devices listed one by one before the rest is only counted."""
+_SHORT_ID = 12
 
 
 def why_impossible(
@@ -54,6 +56,16 @@ def unmet(request: Request, device: BookedDevice) -> str | None:
     if device.free_bytes < needed:
         return f"{_differing(device.free_bytes, needed)[0]} free, needs {_differing(device.free_bytes, needed)[1]}"
     return None
+
+
+def printable(text: str) -> str:
+    """`text` without what would move a terminal's cursor or change its colours: labels are other people's words."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text) or "-"
+
+
+def short_id(identity: UUID) -> str:
+    """The end of an id, which is random; ids made at the same time begin alike."""
+    return identity.hex[-_SHORT_ID:]
 
 
 def _verdict(request: Request, device: BookedDevice) -> str:

@@ -33,9 +33,10 @@ def check_complete(recorded: Sequence[Request], issued: Sequence[Request]) -> No
         )
 
 
-def shape_of(hosts: Sequence[int], requests: Sequence[Request]) -> str:
-    """A short digest, the same in every process: equal for waiters with equal candidate hosts and equal requests."""
-    text = json.dumps([list(hosts), [request.to_json() for request in requests]], separators=(",", ":"))
+def shape_of(hosts: Sequence[int], requests: Sequence[Request], operator: str | None = None) -> str:
+    """A short digest, the same in every process: equal for equal candidate hosts, equal requests and one operator."""
+    facts = [list(hosts), [request.to_json() for request in requests], *([] if operator is None else [operator])]
+    text = json.dumps(facts, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=12).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Memory at the front door: decimal gigabytes for people, whole bytes everywhere behind it."""
+"""Memory at the front door: decimal gigabytes for people, whole bytes everywhere behind it. And spans of time."""
 
 from __future__ import annotations
 
@@ -64,3 +64,14 @@ def format_bytes(n: int) -> str:
             thousandths = (n * 2000 + size) // (size * 2)
             return f"{thousandths // 1000}.{thousandths % 1000:03d}".rstrip("0").rstrip(".") + f" {unit}"
     return f"{n} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A span of time for people, in its two largest units, cut off: `12 s`, `3 m 12 s`, `2 h 5 m`, `3 d 4 h`."""
+    rest = max(int(seconds), 0)
+    parts: list[tuple[int, str]] = []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        if count or parts or unit == "s":
+            parts.append((count, unit))
+    return " ".join(f"{count} {unit}" for count, unit in parts[:2] if count or len(parts) == 1)

@@ -60,11 +60,12 @@ class Release:
 
 
 class Undo:
-    """An ask whose answer was never heard: whatever it did is taken back."""
+    """An ask whose answer was never heard: what it was granted is taken back, and the unit (None: a detached one, which
+    may wait without its process) leaves the queue."""
 
     __slots__ = ("slot", "unit_id")
 
-    def __init__(self, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
+    def __init__(self, unit_id: UUID | None, slot: tuple[UUID, int, int]) -> None:
         self.unit_id = unit_id
         self.slot = slot
 

@@ -32,6 +32,7 @@ from jayrun.store import admission, executions
 from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
 from jayrun.store.executions import Claimed, News
 from jayrun.store.leases import Finished, Lease
+from jayrun.store.submissions import Taken
 
 log = logging.getLogger("jayrun")
 
@@ -45,9 +46,10 @@ class Job:
         operator: type[Operator],
         inputs: dict[str, Any],
         *,
-        priority: int,
-        timeout_seconds: float | None,
+        priority: int = 0,
+        timeout_seconds: float | None = None,
         retry: RetryPolicy,
+        taken: Taken | None = None,
     ) -> None:
         self._service = service
         self._operator = operator
@@ -60,9 +62,16 @@ class Job:
         self._parked_at: float | None = None
         self._retry = retry
         self._attempt = 1
-        self._work = self._new_work("operator", operator.__name__)
-        self._setups: dict[Any, Work] = {}  # set-ups that are not done, by resource key; they wait with the run
-        self._cancelled = False
+        self._setups: dict[Any, Work] = {}  # set-ups that are not done, by `_setup_key`; they wait with the run
+        self._detached = taken is not None
+        if taken is None:
+            self._work = self._new_work()
+        else:
+            self._attempt = taken.attempt
+            self._work, *setups = Work.taken(taken, service.holder)
+            self._setups = {work.execution.setting_up: work for work in setups}
+        self._invocation: Invocation | None = None  # the last one of the run itself
+        self._cancelled = threading.Event()
         self._no_waiting: str | None = None  # why it may not wait any more
 
     def step(self, resolution: Resolution | None = None) -> Data | None:
@@ -97,7 +106,7 @@ class Job:
 
     def cancel(self, why: str) -> None:
         """Take it out of the queue if it waits, which resolves the wait; otherwise its next request is refused."""
-        self._cancelled = True
+        self._cancelled.set()
         self.cancel_waiting(why)
 
     def cancel_waiting(self, why: str) -> None:
@@ -121,6 +130,10 @@ class Job:
                 self._finish(work, ExecutionState.CANCELLED)
         self._service.flush_if_reachable()
 
+    def holds_leases(self) -> bool:
+        """Whether placements of its last invocation are still reachable."""
+        return self._invocation is not None and bool(self._invocation.kept_alive())
+
     # --- one invocation ----------------------------------------------------------------------------------------------
 
     def _invoke(self) -> Data:
@@ -141,7 +154,7 @@ class Job:
     def _resource(self, resource: Resource, in_use: list[Cached]) -> Cached:
         """The resource, set up if it is not cached, and in use until the invocation ends."""
         resources = self._service.resources
-        key = resource._key
+        key = self._setup_key(resource)
         cached = resources.use(resource)
         if cached is None:
             with resources.setting_up(resource):
@@ -153,10 +166,11 @@ class Job:
         return cached
 
     def _set_up(self, resource: Resource, in_use: list[Cached]) -> Cached:
-        key = resource._key
+        key = self._setup_key(resource)
         work = self._setups.get(key)
         if work is None:
-            work = self._setups[key] = self._new_work("resource", type(resource).__name__, unit=self._work)
+            described = resource._described if self._detached else None
+            work = self._setups[key] = self._work.set_up_for(type(resource).__name__, described)
         instance = type(resource)(**resource._configuration)
         for name, value in resource._configuration.items():
             if isinstance(value, Resource):
@@ -166,8 +180,12 @@ class Job:
         self._service.resources.add(cached)
         del self._setups[key]
         self._finish(work, ExecutionState.SUCCEEDED)
-        self._service.tell_set_up(key)
+        self._service.tell_set_up(resource._key)
         return cached
+
+    def _setup_key(self, resource: Resource) -> Any:
+        """Under which key its set-up is looked up: in another process only what can be written down is known of it."""
+        return resource._described if self._detached else resource._key
 
     def _was_set_up(self, key: Any) -> tuple[Request, ...] | None:
         """While this job waits, another one has set up a resource that it waits for too: called by that one's thread.
@@ -191,7 +209,8 @@ class Job:
         invocation: Invocation | None = None,
     ) -> Data:
         """Run user code once, with `self.placement` open, and judge how it ended."""
-        invocation = invocation or Invocation(work)
+        if invocation is None:
+            invocation = self._invocation = Invocation(work)
         name = f"{work.execution.name}.{function.__name__}()"
         instance._interface = PlacementInterface(invocation, self._answer)
         try:
@@ -218,7 +237,7 @@ class Job:
 
     def _answer(self, invocation: Invocation, request: Request) -> PlacementLocation:
         """A placement for the next request of an invocation, or the exception that ends the call."""
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise PlacementCancelled(f"{self._work.execution.name} was cancelled")
         work = invocation.work
         check_next(work.recorded, invocation.issued, request)
@@ -250,7 +269,8 @@ class Job:
                 outcome = admission.reserve(self._service.book, ask)
         except BaseException:  # also Ctrl-C in the middle of it
             # Nobody knows what the book did: once it can be reached, whatever it was is taken back.
-            self._service.outbox.put(Undo(self._work.id, (work.id, position, work.invocation)))
+            unit_id = None if self._detached else self._work.id
+            self._service.outbox.put(Undo(unit_id, (work.id, position, work.invocation)))
             raise
         match outcome:
             case Granted(lease):
@@ -292,7 +312,7 @@ class Job:
             work.give_back_unused(self._service.outbox)
         # Frames are cleared; what is left may only be a cycle, of this invocation or of older work. It would keep
         # capacity until the collector came by, perhaps from this very waiter, so the collector comes now.
-        _collect_garbage()
+        collect_garbage()
         for lease in invocation.kept_alive():
             memory = format_bytes(sum(share.memory_bytes for share in lease.shares))
             log.warning(
@@ -331,6 +351,9 @@ class Job:
         raise PlacementCancelled(f"{self._work.execution.name} was {resolution.state.value}: {message}")
 
     def _finished(self, data: Data) -> Data:
+        for spare in self._setups.values():  # taken with the run, and not needed here
+            spare.give_back_unused(self._service.outbox)
+            self._finish(spare, ExecutionState.CANCELLED)
         self._finish(self._work, ExecutionState.SUCCEEDED)
         return data
 
@@ -338,7 +361,7 @@ class Job:
         """After a failed attempt: nothing waits, nothing granted is left unused."""
         if self._parked:  # it was to wait, and failed on the way: the signal was swallowed, or Ctrl-C came
             self._parked = False
-            self._service.abandon(self._work.id, state=ExecutionState.FAILED, failure=_stored(error))
+            self._service.abandon(self._work.id, state=ExecutionState.FAILED, failure=stored(error))
             self._service.flush_if_reachable()
             for work in self._unit():
                 work.booked = None
@@ -346,7 +369,8 @@ class Job:
             work.give_back_unused(self._service.outbox)
 
     def _try_again(self, error: BaseException) -> bool:
-        if not self._cancelled and self._retry.allows(error, self._attempt):
+        again = not self._detached and self._retry.allows(error, self._attempt)
+        if again and not self._cancelled.wait(self._retry.pause_seconds(self._attempt)):
             self._attempt += 1
             self._renew(self._unit())
             return True
@@ -358,17 +382,16 @@ class Job:
         """The next attempt is the next invocation; an execution that ended in the book is replaced by a new one."""
         for work in list(unit):
             work.invocation += 1
-            if work.booked is None and work.recorded:
-                fresh = self._new_work(work.execution.kind, work.execution.name)
-                fresh.recorded = work.recorded
-                if work is self._work:
-                    self._work = fresh
+        if self._work.booked is None and self._work.recorded:
+            recorded = self._work.recorded
+            self._work = self._new_work()
+            self._work.recorded = recorded
         if any(work.booked is None for work in self._setups.values()):
             self._setups.clear()  # set-ups ask anew, as part of the run that there is now
 
     def _finish(self, work: Work, state: ExecutionState, error: BaseException | None = None) -> None:
-        if work.booked is not None:
-            failure = None if error is None else _stored(error)
+        if work.booked is not None and not (self._detached and work is self._work):  # its worker tells of that
+            failure = None if error is None else stored(error)
             self._service.outbox.put(Finished(work.id, state, failure, self._attempt))
 
     def _seconds_left(self) -> float | None:
@@ -379,18 +402,13 @@ class Job:
         """The executions that wait together: set-ups that are not done, and the run."""
         return [*self._setups.values(), self._work]
 
-    def _new_work(self, kind: str, name: str, *, unit: Work | None = None) -> Work:
+    def _new_work(self) -> Work:
         return Work.new(
-            kind=kind,
-            name=name,
-            host_id=self._service.host_id,
-            holder_id=self._service.holder.id,
-            priority=self._priority,
-            unit_id=None if unit is None else unit.id,
+            kind="operator", name=self._operator.__name__, holder=self._service.holder, priority=self._priority
         )
 
 
-def _collect_garbage() -> None:
+def collect_garbage() -> None:
     """Collect in a thread of its own: Ctrl-C that hits a finalizer run by the main thread would be lost."""
     collector = threading.Thread(target=gc.collect, name="jayrun-collect", daemon=True)
     collector.start()
@@ -429,6 +447,7 @@ def _called(function: Callable[[], Any], invocation: Invocation) -> Any:
     return value
 
 
-def _stored(error: BaseException) -> dict[str, object]:
+def stored(error: BaseException) -> dict[str, object]:
+    """`error` as the book keeps it."""
     text = "".join(traceback.format_exception(error))
     return {"type": type(error).__name__, "message": str(error), "traceback": text[-20_000:]}

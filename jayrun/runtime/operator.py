@@ -99,6 +99,18 @@ def bound(cls: type[_Declared], given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def check_inputs(cls: type[_Declared], given: Mapping[str, Any]) -> None:
+    """Refuse what a submitted run of `cls` could not be given: unknown or missing inputs, and resources, which its
+    worker makes itself. Raises TypeError."""
+    resources = {each.name for each in declared_inputs(cls) if each.resource is not None}
+    if passed := sorted(resources & set(given)):
+        raise TypeError(
+            f"{cls.__name__} takes the resource {passed[0]!r} as its class declares it: "
+            "a submitted run gets JSON values and no objects"
+        )
+    bound(cls, given)
+
+
 class Operator(_Declared):
     """One piece of work. Derive, annotate inputs, and write `execute()`.
 
@@ -140,6 +152,15 @@ class Resource(_Declared):
                 for name, value in self._configuration.items()
             ),
         )
+
+    @property
+    def _described(self) -> str:
+        """What another process knows it by: the key, written down."""
+        settings = ", ".join(
+            f"{name}={value._described if isinstance(value, Resource) else repr(value)}"
+            for name, value in self._configuration.items()
+        )
+        return f"{type(self).__module__}.{type(self).__qualname__}({settings})"
 
     def setup(self) -> Data:
         """Make it and return a `Data`. To be written by the subclass; may be a coroutine function."""

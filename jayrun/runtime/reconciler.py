@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jayrun import probes
-from jayrun.store import admission, executions, leases, reclaim
+from jayrun.store import admission, everywhere, executions, leases, reclaim
 from jayrun.store.transactions import Book
 
 
@@ -29,4 +29,5 @@ def run_pass(book: Book, host_id: int) -> Pass:
     probes.reach("pass.combining")
     wanted = leases.anybody_waits(book, host_id) or leases.anything_to_fold(book, host_id)
     admitted = admission.combine(book, host_id) if wanted else 0
+    everywhere.fail_impossible(book)
     return Pass(reclaimed, returned, admitted)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from jayrun.domain.checks import whole_number
+from jayrun.domain.checks import number, whole_number
 from jayrun.errors import (
     PlacementCancelled,
     PlacementImpossible,
@@ -31,13 +31,18 @@ class RetryPolicy:
     """How often an execution is attempted, and after which exceptions. Waiting is no attempt and uses none.
 
     `max_attempts`: 1 means no retry. `retry_on`: exception classes; an impossible placement is retried only when
-    `PlacementImpossible` itself is named. Raises TypeError and ValueError for anything else.
+    `PlacementImpossible` itself is named. Before attempt n+1 it pauses for `delay_seconds` times `backoff` to the power
+    of n-1. Raises TypeError and ValueError for anything else.
     """
 
     max_attempts: int = 1
     retry_on: tuple[type[Exception], ...] = (Exception,)
+    delay_seconds: float = 0.0
+    backoff: float = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "delay_seconds", number(self.delay_seconds, "delay_seconds", minimum=0))
+        object.__setattr__(self, "backoff", number(self.backoff, "backoff", minimum=1))
         named: object = self.retry_on
         object.__setattr__(self, "max_attempts", whole_number(self.max_attempts, "max_attempts", minimum=1))
         if isinstance(named, str) or not isinstance(named, Iterable):
@@ -55,3 +60,22 @@ class RetryPolicy:
         return not isinstance(error, PlacementImpossible) or any(
             issubclass(each, PlacementImpossible) for each in self.retry_on
         )
+
+    def pause_seconds(self, attempt: int) -> float:
+        """How long to pause after the failure of the attempt of that number."""
+        return self.delay_seconds * self.backoff ** (attempt - 1)
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the exception classes, by which other processes know them."""
+        return tuple(each.__name__ for each in self.retry_on)
+
+
+def allows_by_name(error: BaseException, retry_on: Iterable[str]) -> bool:
+    """`RetryPolicy.allows` where the policy came as names from the book: whether `error`, by the name of its class or
+    of one that it derives from, is retried."""
+    if isinstance(error, _TERMINAL) or not isinstance(error, Exception):
+        return False
+    named = set(retry_on)
+    if isinstance(error, PlacementImpossible):
+        return PlacementImpossible.__name__ in named
+    return any(each.__name__ in named for each in type(error).__mro__)

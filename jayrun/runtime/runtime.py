@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any
+from uuid import UUID
 
 from jayrun import probes
 from jayrun.domain.checks import member, whole_number
@@ -20,12 +21,14 @@ from jayrun.embedded import ensure
 from jayrun.errors import PlacementUnavailableHere, RuntimeClosed
 from jayrun.runtime.data import Data
 from jayrun.runtime.job import Job
-from jayrun.runtime.operator import Operator
+from jayrun.runtime.operator import Operator, check_inputs
 from jayrun.runtime.retry import FailureMode, RetryPolicy
 from jayrun.runtime.service import Resolution, service_for
+from jayrun.runtime.ticket import Ticket
 from jayrun.settings import Settings
 from jayrun.store import devices as booked_devices
-from jayrun.store import schema
+from jayrun.store import schema, submissions
+from jayrun.store.submissions import submission
 
 log = logging.getLogger("jayrun")
 
@@ -63,11 +66,12 @@ class Runtime:
         self._failure_mode = member(failure_mode, "failure_mode", FailureMode)
         threads = whole_number(threads, "threads", minimum=1)
         settings = settings or Settings.load()
+        self._label = settings.label if label is None else label
         probes.arm_from_settings(settings.probes)
         self._service = service_for(
             url or _own_book(settings),
             host_identity=settings.host_id,
-            label=settings.label if label is None else label,
+            label=self._label,
         )
         if declared:
             self._add_devices(declared)
@@ -134,6 +138,53 @@ class Runtime:
             self._done(job)
             raise RuntimeClosed(f"no more work can be started: {error}") from error
         return future
+
+    def submit(
+        self,
+        operator: type[Operator] | str,
+        /,
+        *,
+        priority: int = 0,
+        key: str | None = None,
+        retry: RetryPolicy = _ONE_ATTEMPT,
+        host: str | None = None,
+        **inputs: Any,
+    ) -> Ticket:
+        """Write an execution of `operator` (a class, or the name of one) into the book, for any worker that knows it.
+
+        It survives this process. `inputs` are JSON values, 1 MB in all. `key` makes it idempotent: submitting again
+        with the same key gives the first one's ticket, and raises `KeyTaken` when anything else about it differs.
+        `host` (name or identity) pins it to a host. At least once: a worker that dies running it is followed by
+        another. Raises TypeError and ValueError for bad arguments, `UnknownHost`.
+        """
+        if not self._is_mine():
+            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
+        if self._refusal is not None:
+            raise RuntimeClosed(self._refusal)
+        if not isinstance(retry, RetryPolicy):
+            raise TypeError(f"retry must be a RetryPolicy, not {retry!r} ({type(retry).__name__})")
+        if isinstance(operator, type) and issubclass(operator, Operator) and operator is not Operator:
+            check_inputs(operator, inputs)
+        elif not isinstance(operator, str):
+            raise TypeError(f"operator must be a subclass of Operator or the name of one, not {operator!r}")
+        book = self._service.book
+        wanted = submission(
+            operator if isinstance(operator, str) else operator.__name__,
+            inputs,
+            priority=priority,
+            key=key,
+            max_attempts=retry.max_attempts,
+            retry_on=retry.names(),
+            retry_seconds=retry.delay_seconds,
+            retry_backoff=retry.backoff,
+            host_id=None if host is None else booked_devices.find_host(book, host),
+            label=self._label,
+        )
+        return self.ticket(submissions.submit(book, wanted))
+
+    def ticket(self, execution_id: UUID | str) -> Ticket:
+        """The ticket of an execution that was submitted, by whomever. Raises ValueError for what is no id."""
+        return Ticket(self._service.book, self._service.host_id, UUID(str(execution_id)))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every release and finish of this process so far is committed; False after `timeout` seconds."""

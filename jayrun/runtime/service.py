@@ -63,9 +63,9 @@ class Wait:
 class Service:
     """The process's connection to one book; made by `service_for`, shared by its Runtimes."""
 
-    def __init__(self, url: str, *, host_identity: str | None, label: str) -> None:
+    def __init__(self, url: str, *, host_identity: str | None, label: str, role: str) -> None:
         self.pid = os.getpid()
-        self.book = Book(url, role="runtime", instance=str(self.pid))
+        self.book = Book(url, role=role, instance=str(self.pid))
         self._impatient = self.book.with_patience(_THREAD_PATIENCE_SECONDS)  # the thread has deadlines to keep
         try:
             first = self.book.with_patience(0)
@@ -73,7 +73,7 @@ class Service:
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
-            self.holder: Holder = holders.register(first, self.host_id, role="runtime", label=label)
+            self.holder: Holder = holders.register(first, self.host_id, role=role, label=label)
             self.tick_seconds = first.tick_seconds()
         except BaseException:  # no connection is left behind, whatever came between
             self.book.close()
@@ -128,6 +128,11 @@ class Service:
             if time.monotonic() >= give_up_at or not self._thread.is_alive():  # the interpreter is at its end
                 return marker.is_set()
         return True
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is not told yet."""
+        return bool(self.outbox.messages)
 
     def flush_if_reachable(self) -> None:
         """Wait a little until what was enqueued is committed, but for no book that is away: then it is told later."""
@@ -308,15 +313,15 @@ _services: dict[str, Service] = {}
 _services_lock = threading.Lock()
 
 
-def service_for(url: str, *, host_identity: str | None, label: str) -> Service:
-    """The service of this process for the book at `url`, started at the first call.
+def service_for(url: str, *, host_identity: str | None, label: str, role: str = "runtime") -> Service:
+    """The service of this process for the book at `url`, started at the first call, which decides label and role.
 
     Raises `BookUnreachable` and `SchemaMismatch`.
     """
     with _services_lock:
         service = _services.get(url)
         if service is None:
-            service = _services[url] = Service(url, host_identity=host_identity, label=label)
+            service = _services[url] = Service(url, host_identity=host_identity, label=label, role=role)
         return service
 
 

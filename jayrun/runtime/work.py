@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
 
@@ -13,8 +13,10 @@ from jayrun.domain.requests import Request
 from jayrun.runtime.holds import Hold, Outbox, Release
 from jayrun.store.admission import Execution, Member
 from jayrun.store.executions import Claimed
+from jayrun.store.holders import Holder
 from jayrun.store.ids import new_id
 from jayrun.store.leases import Lease
+from jayrun.store.submissions import Taken
 
 
 @dataclass(slots=True, eq=False)
@@ -32,21 +34,47 @@ class Work:
     granted: dict[int, Lease] = field(default_factory=dict)
 
     @classmethod
-    def new(
-        cls, *, kind: str, name: str, host_id: int, holder_id: UUID, priority: int, unit_id: UUID | None = None
-    ) -> Work:
+    def new(cls, *, kind: str, name: str, holder: Holder, priority: int) -> Work:
+        """An operator run of this process."""
         work_id = new_id()
         return cls(
             Execution(
                 id=work_id,
                 kind=kind,
                 name=name,
-                host_id=host_id,
-                holder_id=holder_id,
-                unit_id=unit_id or work_id,
+                host_id=holder.host_id,
+                holder_id=holder.id,
+                unit_id=work_id,
                 priority=priority,
             )
         )
+
+    @classmethod
+    def taken(cls, taken: Taken, holder: Holder) -> list[Work]:
+        """What a worker took from the book: the run, and after it the set-ups that were admitted with it."""
+        head = Execution(
+            id=taken.id,
+            kind="operator",
+            name=taken.name,
+            host_id=holder.host_id,
+            holder_id=holder.id,
+            unit_id=taken.id,
+            priority=taken.priority,
+            detached=True,
+            operator=taken.name,
+            pinned_host_id=taken.pinned_host_id,
+        )
+        unit = []
+        for member in sorted(taken.members, key=lambda member: member.id != taken.id):
+            setup = replace(head, id=member.id, kind="resource", name=member.name, setting_up=member.setting_up)
+            work = cls(head if member.id == taken.id else setup, list(member.recorded), len(member.recorded))
+            work.claimed(taken.unit)
+            unit.append(work)
+        return unit
+
+    def set_up_for(self, name: str, setting_up: str | None) -> Work:
+        """A set-up of the resource `name` that this run needs, admitted together with it."""
+        return Work(replace(self.execution, id=new_id(), kind="resource", name=name, setting_up=setting_up))
 
     @property
     def id(self) -> UUID:

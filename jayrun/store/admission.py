@@ -12,11 +12,11 @@ from uuid import UUID
 
 from jayrun import kernel, probes
 from jayrun.domain.devices import Share
-from jayrun.domain.liveness import Verdict
+from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.queue import Admission, Waiter, admit
 from jayrun.domain.requests import Request
 from jayrun.domain.sequence import shape_of
-from jayrun.store import leases, reclaim
+from jayrun.store import everywhere, leases, reclaim
 from jayrun.store.changes import Changes
 from jayrun.store.leases import Lease, LeasedShare
 from jayrun.store.picture import Picture, load
@@ -31,7 +31,9 @@ class Execution:
     """An execution as its process introduces it to the book with its first request.
 
     `unit_id` is the execution that it is admitted together with: itself, or the operator run that it sets a resource up
-    for. `host_id` and `holder_id` are keys of the book.
+    for. `host_id` and `holder_id` are keys of the book. `detached`: when it waits it leaves its process, and any worker
+    of `pinned_host_id` (None: of any host) that knows the operator `operator` may go on. `setting_up` tells such a
+    worker which resource the execution sets up.
     """
 
     id: UUID
@@ -41,6 +43,20 @@ class Execution:
     holder_id: UUID
     unit_id: UUID
     priority: int = 0
+    detached: bool = False
+    operator: str | None = None
+    pinned_host_id: int | None = None
+    setting_up: str | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any host may go on with it when it waits."""
+        return self.detached and self.pinned_host_id is None
+
+    @property
+    def queue_id(self) -> int:
+        """The queue that it waits in: its host's, or 0 where any host may take it."""
+        return (self.pinned_host_id or 0) if self.detached else self.host_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +143,8 @@ def reserve(book: Book, ask: Ask) -> Outcome:
     # A release that raced with a park did not see it, so the park looks for the release.
     if outcome.more or (isinstance(outcome.answer, Parked) and leases.anything_to_fold(book, host_id)):
         combine(book, host_id)
+    if isinstance(outcome.answer, Parked) and ask.asker.execution.is_free:
+        everywhere.fail_impossible(book)
     return outcome.answer
 
 
@@ -162,25 +180,25 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     """One transaction. It parks nobody before the dead were `judged`: then it answers Unavailable and wrote nothing."""
     asker = ask.asker.execution
     slot = (asker.id, ask.position, ask.asker.invocation)
-    waiter = Waiter(
-        id=asker.id,
-        priority=asker.priority,
-        age=_LAST_IN_LINE if ask.age is None else ask.age,
-        hosts=(asker.host_id,),
-        requests=(ask.asker.recorded[ask.position],),
-        recorded=tuple(request for member in ask.unit for request in member.recorded),
-        shape="",  # no waiter has this shape: the ask is judged by itself
-    )
 
     def unit(gate: Gate) -> _Tried:
         picture = load(gate, asker.host_id, slot)
         probes.reach("reserve.loaded")
         changes = Changes(asker.host_id)
-        if (known := _known(book, picture)) is not None:
+        if (known := _known(book, picture, asker)) is not None:
             decided = _decide(picture, asker.host_id)
             _admit_units(changes, picture, decided, asker.host_id)
             changes.write(gate, decided, durable=True)  # what the earlier try committed may not be flushed yet
             return _Tried(known)
+        waiter = Waiter(
+            id=asker.id,
+            priority=asker.priority,
+            age=_LAST_IN_LINE if ask.age is None else ask.age,
+            hosts=picture.hosts if asker.is_free else (asker.host_id,),
+            requests=(ask.asker.recorded[ask.position],),
+            recorded=tuple(request for member in ask.unit for request in member.recorded),
+            shape="",  # no waiter has this shape: the ask is judged by itself
+        )
         decided = _decide(picture, asker.host_id, waiter)
         reason = decided.impossible.get(asker.id)
         own = next((grant for grant in decided.grants if grant.id == asker.id), None)
@@ -193,6 +211,8 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
             return _Tried(answer, _is_full(picture, decided))
         if own is None:
             _park(changes, ask.unit)
+            if asker.is_free and len(picture.hosts) > 1:
+                changes.tell_workers()
         else:
             _introduce(changes, ask.asker, upto=ask.position + 1, state="running")
             lease_id = changes.add_lease(slot, host_id=asker.host_id, holder_id=asker.holder_id, shares=own.plan[0])
@@ -207,20 +227,22 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     return book.gated(unit)
 
 
-def _known(book: Book, picture: Picture) -> Outcome | None:
+def _known(book: Book, picture: Picture, asker: Execution) -> Outcome | None:
     """What an earlier try of the same ask did whose answer was lost, or what somebody did to the execution."""
     if picture.own_lease is not None:
         lease_id, end_reason = picture.own_lease
         return Ended(end_reason) if end_reason else Granted(leases.read_lease(book, UUID(lease_id)))
     if picture.own_state in ("waiting", "admitted"):
         return Parked()
+    if picture.own_state == "running" and picture.own_holder != asker.holder_id:
+        return Parked()  # and another worker has gone on with it
     if picture.own_state not in (None, "running"):
         return Ended(picture.own_state)
     return None
 
 
 def _decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admission:
-    """Let the rules decide; a waiter whose process is dead is left out (the next sweep ends it)."""
+    """Let the rules decide; dead processes are left out, waiters and workers (the next sweep ends them)."""
     while True:
         waiters = [unit.waiter for unit in picture.units.values()]
         decided = admit(
@@ -228,13 +250,22 @@ def _decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admiss
             {host_id: picture.devices},
             bypass_limit=picture.bypass_limit,
             batch=picture.batch,
+            workers={host_id: [worker for worker, _ in picture.workers.values()]},
         )
         chosen = [unit for grant in decided.grants if (unit := picture.units.get(grant.id)) is not None]
-        dead = [unit for unit in chosen if kernel.verdict(unit.incarnation) is Verdict.DEAD]
-        if not dead:
+        dead = [unit for unit in chosen if unit.incarnation is not None and _is_dead(unit.incarnation)]
+        workers = [grant.worker for grant in decided.grants if grant.worker is not None]
+        dead_workers = [worker for worker in workers if _is_dead(picture.workers[worker][1])]
+        if not dead and not dead_workers:
             return decided
         for unit in dead:
             del picture.units[unit.waiter.id]
+        for worker in dead_workers:
+            del picture.workers[worker]
+
+
+def _is_dead(incarnation: Incarnation) -> bool:
+    return kernel.verdict(incarnation) is Verdict.DEAD
 
 
 def _is_full(picture: Picture, decided: Admission) -> bool:
@@ -244,7 +275,8 @@ def _is_full(picture: Picture, decided: Admission) -> bool:
 def _park(changes: Changes, unit: tuple[Member, ...]) -> None:
     """Everyone of the unit waits, with all that it has recorded."""
     requests = [request for member in unit for request in member.recorded]
-    shape = shape_of((unit[-1].execution.host_id,), requests)
+    head = unit[-1].execution
+    shape = shape_of((head.queue_id,), requests, head.operator)
     for member in unit:
         if member.booked is not None:
             changes.park(member.execution.id, shape=shape, invocation=member.invocation)
@@ -254,17 +286,21 @@ def _park(changes: Changes, unit: tuple[Member, ...]) -> None:
 def _introduce(changes: Changes, member: Member, *, upto: int, state: str, shape: str | None = None) -> None:
     """Write what the book does not have yet: the execution, and its recorded requests up to there."""
     execution = member.execution
+    leaves = execution.detached and state == "waiting"
     if member.booked is None:
         changes.add_execution(
             {
                 "id": str(execution.id),
                 "kind": execution.kind,
+                "detached": execution.detached,
                 "name": plain(execution.name),
                 "unit_id": str(execution.unit_id),
-                "host_id": execution.host_id,
-                "holder_id": str(execution.holder_id),
+                "host_id": execution.pinned_host_id if leaves else execution.host_id,
+                "pinned_host_id": execution.pinned_host_id,
+                "holder_id": None if leaves else str(execution.holder_id),
                 "state": state,
                 "priority": execution.priority,
+                "inputs": execution.setting_up,
                 "shape": shape,
                 "invocation": member.invocation,
             }
@@ -278,9 +314,11 @@ def _admit_units(changes: Changes, picture: Picture, decided: Admission, host_id
         unit = picture.units.get(grant.id)
         if unit is None:  # the ask itself
             continue
-        changes.admit(grant.id, unit.holder_id)
+        holder_id = unit.holder_id or grant.worker
+        assert holder_id is not None  # the rules grant to no one who has neither
+        changes.admit(grant.id, holder_id)
         for slot, shares in zip(unit.slots, grant.plan, strict=True):
-            changes.add_lease(slot, host_id=host_id, holder_id=unit.holder_id, shares=shares)
+            changes.add_lease(slot, host_id=host_id, holder_id=holder_id, shares=shares)
     for unit_id, reason in decided.impossible.items():
         if unit_id in picture.units:
             changes.fail(unit_id, picture.units[unit_id].holder_id, reason)

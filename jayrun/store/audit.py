@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import UUID
@@ -32,8 +33,8 @@ SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execu
 FROM jayrun.leases l JOIN jayrun.hosts h ON h.id = l.host_id JOIN jayrun.executions e ON e.id = l.execution_id
 WHERE l.id = :id
 """
-_LEASES_LIKE = """
-SELECT id FROM jayrun.leases WHERE id::text LIKE :part || '%' OR id::text LIKE '%' || :part LIMIT 2
+_LIKE = """
+SELECT id FROM jayrun.{table} WHERE id::text LIKE :part || '%' OR id::text LIKE '%' || :part LIMIT 2
 """
 _SUMMARY = """
 SELECT (SELECT count(*) FROM jayrun.leases) AS leases,
@@ -55,6 +56,25 @@ def capacity(book: Book) -> list[Row]:
 def leases(book: Book) -> list[Row]:
     """View `leases`: every live lease, oldest first."""
     return _rows(book, "SELECT * FROM jayrun_audit.leases ORDER BY granted_at")
+
+
+def executions(book: Book, *, states: Sequence[str] = (), name: str | None = None, limit: int = 1000) -> list[Row]:
+    """View `executions`, the newest first: those in `states` (none: in any) of the operator `name` (None: of any)."""
+    statement = """
+        SELECT * FROM jayrun_audit.executions
+        WHERE (cardinality(CAST(:states AS text[])) = 0 OR state = ANY (:states))
+          AND (CAST(:name AS text) IS NULL OR execution = :name)
+        ORDER BY submitted_at DESC LIMIT :limit
+    """
+    return _rows(book, statement, states=list(states), name=name, limit=limit)
+
+
+def execution(book: Book, execution_id: UUID) -> Row:
+    """One execution as the view `executions` has it. Raises `UnknownId`."""
+    rows = _rows(book, "SELECT * FROM jayrun_audit.executions WHERE id = :id", id=execution_id)
+    if not rows:
+        raise UnknownId(f"no execution has the id {execution_id}: `jayrun executions list` shows them")
+    return rows[0]
 
 
 def queue(book: Book) -> list[Row]:
@@ -91,18 +111,29 @@ def find_lease(book: Book, wanted: str) -> UUID:
 
     Raises `UnknownId`, saying what to do, when it is no such thing, or means none or several.
     """
+    return _find(book, wanted, table="leases", noun="lease", listing="`jayrun leases list` shows the live ones")
+
+
+def find_execution(book: Book, wanted: str) -> UUID:
+    """The id of the one execution that `wanted` means, likewise."""
+    hint = "`jayrun executions list` shows them"
+    return _find(book, wanted, table="executions", noun="execution", listing=hint)
+
+
+def _find(book: Book, wanted: str, *, table: str, noun: str, listing: str) -> UUID:
     with suppress(ValueError):
         return UUID(wanted)
     if not re.fullmatch(r"[0-9a-f-]{4,}", wanted.lower()):
-        raise UnknownId(f"{wanted!r} is no lease's id, nor four or more characters of one: see `jayrun leases list`")
+        raise UnknownId(f"{wanted!r} is no {noun}'s id, nor four or more characters of one: {listing}")
     like = {"part": wanted.lower()}
-    found = book.read(lambda connection: connection.execute(text(_LEASES_LIKE), like).scalars().all())
+    statement = text(_LIKE.format(table=table))
+    found = book.read(lambda connection: connection.execute(statement, like).scalars().all())
     if len(found) == 1:
         return UUID(str(found[0]))
     if found:
-        raise UnknownId(f"several leases have an id that begins or ends with {wanted!r}: write more of it")
-    raise UnknownId(f"no lease has an id that begins or ends with {wanted!r}: `jayrun leases list` shows the live ones")
+        raise UnknownId(f"several {noun}s have an id that begins or ends with {wanted!r}: write more of it")
+    raise UnknownId(f"no {noun} has an id that begins or ends with {wanted!r}: {listing}")
 
 
-def _rows(book: Book, statement: str) -> list[Row]:
-    return book.read(lambda connection: [dict(row) for row in connection.execute(text(statement)).mappings()])
+def _rows(book: Book, statement: str, **values: object) -> list[Row]:
+    return book.read(lambda connection: [dict(row) for row in connection.execute(text(statement), values).mappings()])

@@ -14,6 +14,8 @@ from jayrun.store.requests import to_record
 from jayrun.store.transactions import Gate
 
 _WRITE = "SELECT * FROM jayrun.write_pass(%s)"
+WORKERS = "workers"
+"""Notifies idle workers: an execution is ready, or waits for any host."""
 
 
 class Changes:
@@ -22,7 +24,7 @@ class Changes:
     def __init__(self, host_id: int) -> None:
         self._host_id = host_id
         self._document: dict[str, list[Any]] = {}
-        self._told: set[UUID] = set()
+        self._told: set[str] = set()
 
     def add_execution(self, record: dict[str, Any]) -> None:
         self._add("executions", record)
@@ -34,12 +36,17 @@ class Changes:
         self._add("parked", {"id": str(execution_id), "shape": shape, "invocation": invocation})
 
     def admit(self, unit_id: UUID, holder_id: UUID) -> None:
-        self._add("admitted", str(unit_id))
-        self._told.add(holder_id)
+        self._add("admitted", {"id": str(unit_id), "holder_id": str(holder_id)})
+        self._told.add(str(holder_id))
 
-    def fail(self, unit_id: UUID, holder_id: UUID, reason: str) -> None:
+    def fail(self, unit_id: UUID, holder_id: UUID | None, reason: str) -> None:
+        """`holder_id` is the process to tell; whoever watches an execution without one is told by its id."""
         self._add("impossible", {"id": str(unit_id), "message": reason})
-        self._told.add(holder_id)
+        self._told.add(str(holder_id or unit_id))
+
+    def tell_workers(self) -> None:
+        """Something waits that a worker elsewhere may run."""
+        self._told.add(WORKERS)
 
     def add_lease(self, slot: Slot, *, host_id: int, holder_id: UUID, shares: tuple[Share, ...]) -> UUID:
         """A lease for the request of `slot`, held by `holder_id`; returns its id."""
@@ -68,5 +75,5 @@ class Changes:
 
     def _payload(self) -> str:
         """The holders to wake; `*` for everyone when they are more than a notification holds."""
-        names = " ".join(sorted(map(str, self._told)))
+        names = " ".join(sorted(self._told))
         return names if len(names) < 7_900 else "*"

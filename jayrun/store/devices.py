@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jayrun.domain.devices import BookedDevice, DeviceState, RuntimeDevice
@@ -113,8 +113,12 @@ def find_host(book: Book, name: str) -> int:
 
 def fleet(book: Book, host_id: int) -> list[BookedDevice]:
     """The devices of the host as the next admission would find them."""
-    rows = book.written(lambda pg: pg.execute(_FLEET, (host_id,)).fetchall())
-    return [booked_device(host_id, list(row)) for row in rows]
+    return book.written(lambda pg: read_fleet(pg.execute, host_id))
+
+
+def read_fleet(execute: Callable[..., Any], host_id: int) -> list[BookedDevice]:
+    """The same in a transaction that is open."""
+    return [booked_device(host_id, list(row)) for row in execute(_FLEET, (host_id,)).fetchall()]
 
 
 def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], statement: str) -> None:

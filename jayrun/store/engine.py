@@ -100,6 +100,16 @@ def is_denied(error: BaseException) -> bool:
     return isinstance(cause, psycopg.errors.InsufficientPrivilege)
 
 
+def is_refused(error: BaseException) -> bool:
+    """Whether a transaction was refused because of another one, so that it may be replayed at once.
+
+    Also when a worker took something ready while an admission gave it what had waited: who comes second looks again.
+    """
+    if isinstance(error, psycopg.errors.UniqueViolation):
+        return error.diag.constraint_name == "executions_one_per_worker"
+    return isinstance(error, psycopg.errors.SerializationFailure | psycopg.errors.DeadlockDetected)
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether `error` means that the connection is gone or was never made (and not that a statement was refused)."""
     cause = error.orig if isinstance(error, DBAPIError) else error

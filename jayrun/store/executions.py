@@ -29,11 +29,18 @@ WHERE head.id = %s AND head.state = 'running' AND m.state = 'running' AND m.admi
 # process shows life, so that a stopped process does not freeze devices again and again.
 _UNCLAIMED = """
 SELECT e.id FROM jayrun.executions e, jayrun.settings s
-WHERE e.state = 'admitted' AND e.id = e.unit_id AND e.host_id = %s AND NOT e.detached
+WHERE e.state = 'admitted' AND e.id = e.unit_id AND e.host_id = %s
   AND e.admitted_at < clock_timestamp() - make_interval(secs => s.claim_seconds) ORDER BY e.id
 """
+# A detached unit is open to other workers instead, and it is the worker that sleeps.
+_SILENCE_WORKER = """
+UPDATE jayrun.holders SET silent = true
+WHERE id = (SELECT holder_id FROM jayrun.executions WHERE id = %s AND detached AND state = 'admitted')
+"""
 _PARK_AGAIN = """
-UPDATE jayrun.executions SET state = 'waiting', waiting_since = clock_timestamp(), dormant = true
+UPDATE jayrun.executions SET state = 'waiting', waiting_since = clock_timestamp(), dormant = NOT detached,
+    holder_id = CASE WHEN NOT detached THEN holder_id END,
+    host_id = CASE WHEN detached THEN pinned_host_id ELSE host_id END
 WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation
 """
 _RETURN_LEASES = """
@@ -117,6 +124,7 @@ def return_unclaimed(book: Book, host_id: int) -> int:
         overdue = [row[0] for row in pg.execute(_UNCLAIMED, (host_id,)).fetchall()]
         for unit_id in overdue:
             with pg.transaction():
+                pg.execute(_SILENCE_WORKER, (unit_id,))
                 _return_leases(pg, pg.execute(_PARK_AGAIN, (unit_id,)).fetchall())
         return len(overdue)
 
@@ -139,9 +147,11 @@ def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[
     return book.written(unit)
 
 
-def undo_ask(book: Book, unit_id: UUID, slot: tuple[UUID, int, int]) -> None:
-    """Take an ask back whose answer was never heard: a wait is withdrawn, a granted lease goes back. Combine."""
-    withdraw(book, unit_id, state=ExecutionState.CANCELLED, failure=None)
+def undo_ask(book: Book, unit_id: UUID | None, slot: tuple[UUID, int, int]) -> None:
+    """Take an ask back whose answer was never heard: a granted lease goes back, and the unit, if it is given, waits no
+    longer. Combine."""
+    if unit_id is not None:
+        withdraw(book, unit_id, state=ExecutionState.CANCELLED, failure=None)
     book.written(lambda pg: pg.execute(_RETURN_SLOT, slot))
 
 

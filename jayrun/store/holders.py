@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -34,6 +35,12 @@ INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_tick
 VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
 """
 _BEAT = "UPDATE jayrun.holders SET seen_at = clock_timestamp() WHERE id = %s AND state = 'alive'"
+_ATTEST = """
+UPDATE jayrun.holders SET seen_at = clock_timestamp()
+WHERE id IN (SELECT id FROM jayrun.holders WHERE host_id = %s AND state = 'alive' AND role = 'worker' AND boot_id = %s
+             AND pid = ANY (%s) ORDER BY id FOR UPDATE)
+"""
+_AWAKE = "UPDATE jayrun.holders SET silent = false WHERE id = %s AND silent"
 _BEAT_HOST = "UPDATE jayrun.hosts SET seen_at = clock_timestamp() WHERE id = %s"
 
 
@@ -89,9 +96,15 @@ def beat(book: Book, holder: Holder) -> None:
 
     def unit(pg: PgConnection[Any]) -> None:
         pg.execute(_BEAT, (holder.id,))
+        pg.execute(_AWAKE, (holder.id,))
         pg.execute(_BEAT_HOST, (holder.host_id,))
 
     book.written(unit)
+
+
+def attest(book: Book, host_id: int, pids: Sequence[int]) -> None:
+    """Show life for the worker processes `pids` of this host, as their supervisor, which sees them."""
+    book.written(lambda pg: pg.execute(_ATTEST, (host_id, kernel.boot_id(), list(pids))))
 
 
 def leave_if_free(book: Book, holder: Holder) -> None:

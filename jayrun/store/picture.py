@@ -9,7 +9,7 @@ from uuid import UUID
 
 from jayrun.domain.devices import Backend, BookedDevice, Device, DeviceState
 from jayrun.domain.liveness import Incarnation
-from jayrun.domain.queue import Waiter
+from jayrun.domain.queue import Waiter, Worker
 from jayrun.store.requests import from_row
 from jayrun.store.transactions import Gate
 
@@ -19,26 +19,35 @@ Slot = tuple[UUID, int, int]
 
 @dataclass(frozen=True, slots=True)
 class WaitingUnit:
-    """A waiting unit: the waiter as the rules see it, its process, and whose requests its plan answers."""
+    """A waiting unit: the waiter as the rules see it, its process (None: any worker), and whose requests its plan
+    answers."""
 
     waiter: Waiter
-    holder_id: UUID
-    incarnation: Incarnation
+    holder_id: UUID | None
+    incarnation: Incarnation | None
     slots: tuple[Slot, ...]
 
 
 @dataclass(slots=True)
 class Picture:
-    """One host behind the gate. `own_state` and `own_lease` answer for the slot that was asked about, if any."""
+    """One host behind the gate; `hosts` are those that a unit without a host may run on, 0 for all others together.
+
+    `own_state`, `own_holder` and `own_lease` answer for the slot that was asked about, if any.
+    """
 
     devices: list[BookedDevice]
     uuids: dict[int, str | None]
+    hosts: tuple[int, ...]
     units: dict[UUID, WaitingUnit]
+    workers: dict[UUID, tuple[Worker, Incarnation]]
     bypass_limit: int
     batch: int
     own_state: str | None
+    own_holder: UUID | None
     own_lease: list[Any] | None
 
+
+_ELSEWHERE = 0  # a host without devices to show, so nobody is told that it could never serve them
 
 # This runs in the gate, for every device of the host: looking a word up is several times quicker than making an enum.
 _DEVICES = {str(device): device for device in Device}
@@ -50,14 +59,20 @@ _LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s)"
 def load(gate: Gate, host_id: int, slot: Slot | None = None) -> Picture:
     """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot`."""
     [row] = gate.execute(_LOAD, (host_id, *(slot or (None, None, None))))
-    bypass_limit, batch, devices, waiters, own_state, own_lease = row
+    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_holder, own_lease = row
+    hosts = (host_id, _ELSEWHERE) if elsewhere else (host_id,)
     return Picture(
         devices=[booked_device(host_id, device) for device in devices or ()],
         uuids={device[0]: device[10] for device in devices or ()},
-        units={UUID(unit[0]): _waiting_unit(host_id, unit) for unit in waiters or ()},
+        hosts=hosts,
+        units={UUID(unit[0]): _waiting_unit(hosts, unit) for unit in waiters or ()},
+        workers={
+            UUID(each[0]): (Worker(UUID(each[0]), frozenset(each[1])), Incarnation(*each[2:])) for each in workers or ()
+        },
         bypass_limit=bypass_limit,
         batch=batch,
         own_state=own_state,
+        own_holder=own_holder,
         own_lease=own_lease,
     )
 
@@ -84,19 +99,20 @@ def _backends(names: tuple[str, ...]) -> frozenset[Backend]:
     return frozenset(map(Backend, names))
 
 
-def _waiting_unit(host_id: int, row: list[Any]) -> WaitingUnit:
-    members = row[10] or ()
+def _waiting_unit(hosts: tuple[int, ...], row: list[Any]) -> WaitingUnit:
+    members = row[12] or ()
     return WaitingUnit(
         waiter=Waiter(
             id=UUID(row[0]),
             priority=row[1],
             age=row[2],
-            hosts=(host_id,),
+            hosts=hosts if row[6] is None else (row[6],),
             requests=tuple(from_row(member[3:]) for member in members),
             bypassed=row[3],
             shape=row[4],
+            operator=row[5],
         ),
-        holder_id=UUID(row[5]),
-        incarnation=Incarnation(boot_id=row[6], pid_namespace=row[7], pid=row[8], start_ticks=row[9]),
+        holder_id=None if row[7] is None else UUID(row[7]),
+        incarnation=None if row[7] is None else Incarnation(*row[8:12]),
         slots=tuple((UUID(member[0]), member[1], member[2] + 1) for member in members),
     )

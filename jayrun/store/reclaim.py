@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -37,6 +37,29 @@ UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), wai
     failure = jsonb_build_object('type', 'ProcessDied', 'message', 'its process ended without finishing it')
 WHERE holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
 """
+# What its worker did not fetch waits again at its old place; what it ran is run again, unless it was to end or has
+# brought down too many workers already; set-ups end with the invocation that they belonged to.
+_FREE_EXECUTIONS = """
+UPDATE jayrun.executions e SET
+    state = n.state, ended_at = CASE WHEN n.state IN ('failed', 'cancelled') THEN clock_timestamp() END,
+    crashes = e.crashes + n.crashed::integer,
+    waiting_since = CASE WHEN n.state = 'waiting' THEN clock_timestamp() END,
+    holder_id = CASE WHEN n.state IN ('failed', 'cancelled') THEN e.holder_id END,
+    host_id = CASE WHEN n.state IN ('failed', 'cancelled') THEN e.host_id ELSE e.pinned_host_id END,
+    failure = CASE WHEN n.crashed THEN jsonb_build_object(
+        'type', 'WorkerDied',
+        'message', format('its worker process ended while it ran it, %%s times now', e.crashes + 1),
+        'attempt', e.attempt, 'host', h.name, 'pid', o.pid, 'at', clock_timestamp()) ELSE e.failure END
+FROM (SELECT x.id, x.id = x.unit_id AND x.state = 'running' AND x.cancelled_at IS NULL AND %s AS crashed,
+             CASE WHEN x.cancelled_at IS NOT NULL THEN 'cancelled'
+                  WHEN x.state = 'admitted' THEN 'waiting'
+                  WHEN x.id <> x.unit_id THEN 'cancelled'
+                  WHEN x.crashes + %s::integer >= s.crash_limit THEN 'failed' ELSE 'ready' END AS state
+      FROM jayrun.executions x, jayrun.settings s
+      WHERE x.holder_id = %s AND x.detached AND x.state IN ('running', 'admitted') ORDER BY x.id FOR UPDATE OF x) n,
+     jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id
+WHERE e.id = n.id AND o.id = e.holder_id
+"""
 
 _LOCK_HOLDER = "SELECT FROM jayrun.holders WHERE id = %s FOR UPDATE"
 _END_HOLDER = """
@@ -44,7 +67,7 @@ UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_rea
 WHERE id = %s AND state = 'alive'
   AND NOT EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = holders.id AND ended_at IS NULL)
   AND NOT EXISTS (SELECT FROM jayrun.executions
-                  WHERE holder_id = holders.id AND NOT detached AND state IN ('running', 'waiting', 'admitted'))
+                  WHERE holder_id = holders.id AND state IN ('running', 'waiting', 'admitted'))
 """
 
 
@@ -55,14 +78,19 @@ def sweep(book: Book, host_id: int) -> int:
     """
 
     def unit(pg: PgConnection[Any]) -> int:
-        rows = pg.execute(_ALIVE, (kernel.boot_id(), host_id)).fetchall()
-        dead = [row[0] for row in rows if row[5] or _is_dead(Incarnation(*row[1:5]))]
+        dead = find_dead(pg.execute, host_id)
         for holder_id in dead:
             probes.reach("sweep.dead")
             end_holder(pg, holder_id, reason="dead")
         return len(dead)
 
     return book.written(unit)
+
+
+def find_dead(execute: Callable[..., Any], host_id: int) -> list[UUID]:
+    """The holders of this host that the kernel says are dead and the book does not know to be; writes nothing."""
+    rows = execute(_ALIVE, (kernel.boot_id(), host_id)).fetchall()
+    return [row[0] for row in rows if row[5] or _is_dead(Incarnation(*row[1:5]))]
 
 
 def end_predecessors(book: Book, host_id: int, who: Incarnation, own: Sequence[UUID]) -> int:
@@ -90,6 +118,8 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
     if only_if_free and pg.execute(_HOLDS_ANYTHING, (holder_id,)).fetchone():
         return
     pg.execute(_END_EXECUTIONS, (holder_id,))
+    crashed = reason == "dead"
+    pg.execute(_FREE_EXECUTIONS, (crashed, crashed, holder_id))
     pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")
     with pg.transaction():

@@ -7,6 +7,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Computed,
     Double,
     ForeignKey,
     ForeignKeyConstraint,
@@ -38,6 +39,8 @@ settings = Table(
     Column("tick_seconds", Double, nullable=False, server_default="2"),
     Column("holder_ttl_seconds", Double, nullable=False, server_default="30"),
     Column("claim_seconds", Double, nullable=False, server_default="10"),
+    Column("crash_limit", Integer, nullable=False, server_default="3"),
+    Column("cancel_seconds", Double, nullable=False, server_default="10"),
 )
 
 hosts = Table(
@@ -87,6 +90,8 @@ holders = Table(
     Column("label", Text, nullable=False, server_default=""),
     Column("command", Text, nullable=False, server_default=""),
     Column("role", Text, nullable=False),
+    Column("operators", ARRAY(Text)),
+    Column("silent", Boolean, nullable=False, server_default=text("false")),
     Column("state", Text, nullable=False, server_default="alive"),
     Column("registered_at", INSTANT, nullable=False, server_default=NOW),
     Column("seen_at", INSTANT, nullable=False, server_default=NOW),
@@ -105,7 +110,11 @@ executions = Table(
     Column("name", Text, nullable=False),
     Column("unit_id", UUID, nullable=False),
     Column("host_id", BigInteger, ForeignKey("jayrun.hosts.id")),
+    Column("pinned_host_id", BigInteger, ForeignKey("jayrun.hosts.id")),
+    Column("queue_id", BigInteger, Computed("coalesce(host_id, 0)", persisted=True), nullable=False),
     Column("holder_id", UUID, ForeignKey("jayrun.holders.id")),
+    Column("user_name", Text, nullable=False, server_default=""),
+    Column("label", Text, nullable=False, server_default=""),
     Column("state", Text, nullable=False),
     Column("priority", Integer, nullable=False, server_default="0"),
     Column("age", BigInteger, nullable=False, server_default=ages.next_value()),
@@ -117,25 +126,52 @@ executions = Table(
     Column("attempt", Integer, nullable=False, server_default="1"),
     Column("max_attempts", Integer, nullable=False, server_default="1"),
     Column("retry_on", ARRAY(Text), nullable=False, server_default=text("'{}'::text[]")),
+    Column("retry_seconds", Double, nullable=False, server_default="0"),
+    Column("retry_backoff", Double, nullable=False, server_default="1"),
+    Column("not_before", INSTANT),
+    Column("crashes", Integer, nullable=False, server_default="0"),
     Column("invocation", Integer, nullable=False, server_default="1"),
     Column("claim", BigInteger, nullable=False, server_default="0"),
     Column("shape", Text),
     Column("bypassed", Integer, nullable=False, server_default="0"),
     Column("dormant", Boolean, nullable=False, server_default=text("false")),
+    Column("watched", Boolean, nullable=False, server_default=text("false")),
+    Column("cancelled_at", INSTANT),
     Column("submitted_at", INSTANT, nullable=False, server_default=NOW),
     Column("waiting_since", INSTANT),
     Column("admitted_at", INSTANT),
+    Column("claimed_at", INSTANT),
     Column("ended_at", INSTANT),
     Column("waited_seconds", Double, nullable=False, server_default="0"),
 )
 Index("executions_key", executions.c.key, unique=True, postgresql_where=executions.c.key.is_not(None))
 Index(
     "executions_waiting",
-    executions.c.host_id,
+    executions.c.queue_id,
     executions.c.shape,
     executions.c.priority.desc(),
     executions.c.age,
     postgresql_where=text("state = 'waiting' AND id = unit_id"),
+)
+Index(
+    "executions_waiting_for_workers",
+    executions.c.name,
+    executions.c.priority.desc(),
+    executions.c.age,
+    postgresql_where=text("state = 'waiting' AND detached AND id = unit_id"),
+)
+Index(
+    "executions_ready",
+    executions.c.name,
+    executions.c.priority.desc(),
+    executions.c.age,
+    postgresql_where=text("state = 'ready'"),
+)
+Index(
+    "executions_one_per_worker",
+    executions.c.holder_id,
+    unique=True,
+    postgresql_where=text("detached AND id = unit_id AND state IN ('admitted', 'running')"),
 )
 Index("executions_unit", executions.c.unit_id, postgresql_where=text("state IN ('waiting', 'admitted')"))
 Index("executions_held", executions.c.holder_id, postgresql_where=text("state IN ('running', 'waiting', 'admitted')"))

@@ -24,14 +24,13 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
-from psycopg.errors import DeadlockDetected, SerializationFailure
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from jayrun import kernel, probes
 from jayrun.errors import BookBusy
-from jayrun.store.engine import connect_engine, denied, driver_connection, is_denied, is_lost, unreachable
+from jayrun.store.engine import connect_engine, denied, driver_connection, is_denied, is_lost, is_refused, unreachable
 from jayrun.store.texts import rendered
 
 T = TypeVar("T")
@@ -108,16 +107,21 @@ class Listener:
                 raise
             self._connection = connection
 
-    def wait(self, seconds: float, *sources: int) -> None:
-        """Until something is heard, one of the file descriptors `sources` is readable, or the time is over."""
-        heard = [] if self._connection is None else [self._connection.fileno()]
-        kernel.readable(seconds, *sources, *heard)
+    def wait(self, seconds: float, *sources: int) -> set[str]:
+        """Until something is heard, one of the file descriptors `sources` is readable, or the time is over.
+
+        Returns the names that were called; a look costs little, so most callers need not care.
+        """
+        ears = [] if self._connection is None else [self._connection.fileno()]
+        kernel.readable(seconds, *sources, *ears)
+        names: set[str] = set()
         if self._connection is not None:
             try:
-                for _ in self._connection.notifies(timeout=0):
-                    pass  # whomever it names, a look is cheap
+                for notify in self._connection.notifies(timeout=0):
+                    names.update(notify.payload.split())
             except psycopg.Error:
                 self.close()
+        return names
 
     def forget(self) -> None:
         """In a forked child: let the parent's connection be; psycopg tells the server nothing from there."""
@@ -218,11 +222,12 @@ class Book:
         while True:
             try:
                 return attempt()
-            except (SerializationFailure, DeadlockDetected) as error:
-                refusals += 1
-                if refusals >= REPLAYS:
-                    raise BookBusy(f"a transaction was refused {refusals} times, last with: {error}") from error
             except (psycopg.Error, DBAPIError, PoolTimeout) as error:
+                if is_refused(error):
+                    refusals += 1
+                    if refusals >= REPLAYS:
+                        raise BookBusy(f"a transaction was refused {refusals} times, last with: {error}") from error
+                    continue
                 if is_denied(error):
                     raise denied(self.url, error) from error
                 if not is_lost(error):

@@ -31,7 +31,9 @@ CREATE TABLE jayrun.settings (
     grants_per_batch    integer NOT NULL DEFAULT 64 CHECK (grants_per_batch >= 1),
     tick_seconds        double precision NOT NULL DEFAULT 2 CHECK (tick_seconds > 0),
     holder_ttl_seconds  double precision NOT NULL DEFAULT 30 CHECK (holder_ttl_seconds > 0),
-    claim_seconds       double precision NOT NULL DEFAULT 10 CHECK (claim_seconds > 0)
+    claim_seconds       double precision NOT NULL DEFAULT 10 CHECK (claim_seconds > 0),
+    crash_limit         integer NOT NULL DEFAULT 3 CHECK (crash_limit >= 1),
+    cancel_seconds      double precision NOT NULL DEFAULT 10 CHECK (cancel_seconds >= 0)
 );
 INSERT INTO jayrun.settings DEFAULT VALUES;
 COMMENT ON TABLE jayrun.settings IS 'One row: the settings of the whole book';
@@ -80,6 +82,8 @@ CREATE TABLE jayrun.holders (
     label          text NOT NULL DEFAULT '',
     command        text NOT NULL DEFAULT '',
     role           text NOT NULL CHECK (role IN ('runtime', 'command', 'worker', 'supervisor')),
+    operators      text[] CHECK ((operators IS NOT NULL) <= (role = 'worker')),
+    silent         boolean NOT NULL DEFAULT false,
     state          text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'ended')),
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -88,6 +92,9 @@ CREATE TABLE jayrun.holders (
     CHECK ((state = 'ended') = (ended_at IS NOT NULL) AND (ended_at IS NULL) = (end_reason IS NULL))
 ) WITH (fillfactor = 60);
 CREATE INDEX holders_alive ON jayrun.holders (host_id) WHERE state = 'alive';
+COMMENT ON COLUMN jayrun.holders.operators IS 'The operators that a worker takes now; none while it starts or drains';
+COMMENT ON COLUMN jayrun.holders.silent IS
+    'A worker that did not claim a grant in time: it gets none until it shows life';
 
 CREATE SEQUENCE jayrun.ages;
 CREATE TABLE jayrun.executions (
@@ -97,7 +104,11 @@ CREATE TABLE jayrun.executions (
     name           text NOT NULL,
     unit_id        uuid NOT NULL,
     host_id        bigint REFERENCES jayrun.hosts,
+    pinned_host_id bigint REFERENCES jayrun.hosts,
+    queue_id       bigint NOT NULL GENERATED ALWAYS AS (coalesce(host_id, 0)) STORED,
     holder_id      uuid REFERENCES jayrun.holders,
+    user_name      text NOT NULL DEFAULT '',
+    label          text NOT NULL DEFAULT '',
     state          text NOT NULL CHECK (state IN (
         'ready', 'running', 'waiting', 'admitted', 'succeeded', 'failed', 'cancelled')),
     priority       integer NOT NULL DEFAULT 0,
@@ -110,29 +121,50 @@ CREATE TABLE jayrun.executions (
     attempt        integer NOT NULL DEFAULT 1 CHECK (attempt >= 1),
     max_attempts   integer NOT NULL DEFAULT 1 CHECK (max_attempts >= 1),
     retry_on       text[] NOT NULL DEFAULT '{}',
+    retry_seconds  double precision NOT NULL DEFAULT 0 CHECK (retry_seconds >= 0),
+    retry_backoff  double precision NOT NULL DEFAULT 1 CHECK (retry_backoff >= 1),
+    not_before     timestamptz,
+    crashes        integer NOT NULL DEFAULT 0 CHECK (crashes >= 0),
     invocation     integer NOT NULL DEFAULT 1 CHECK (invocation >= 1),
     claim          bigint NOT NULL DEFAULT 0,
     shape          text,
     bypassed       integer NOT NULL DEFAULT 0 CHECK (bypassed >= 0),
     dormant        boolean NOT NULL DEFAULT false,
+    watched        boolean NOT NULL DEFAULT false,
+    cancelled_at   timestamptz,
     submitted_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     waiting_since  timestamptz,
     admitted_at    timestamptz,
+    claimed_at     timestamptz,
     ended_at       timestamptz,
     waited_seconds double precision NOT NULL DEFAULT 0 CHECK (waited_seconds >= 0),
     CHECK ((state IN ('succeeded', 'failed', 'cancelled')) = (ended_at IS NOT NULL)),
     CHECK ((state = 'waiting') = (waiting_since IS NOT NULL)),
     CHECK (state <> 'waiting' OR id <> unit_id OR shape IS NOT NULL),
-    CHECK (detached OR holder_id IS NOT NULL)
+    CHECK (holder_id IS NOT NULL OR (detached AND state NOT IN ('running', 'admitted'))),
+    CHECK (holder_id IS NULL OR NOT detached OR state NOT IN ('ready', 'waiting'))
 ) WITH (fillfactor = 60);
 CREATE UNIQUE INDEX executions_key ON jayrun.executions (key) WHERE key IS NOT NULL;
-CREATE INDEX executions_waiting ON jayrun.executions (host_id, shape, priority DESC, age)
+CREATE INDEX executions_waiting ON jayrun.executions (queue_id, shape, priority DESC, age)
     WHERE state = 'waiting' AND id = unit_id;
+CREATE INDEX executions_waiting_for_workers ON jayrun.executions (name, priority DESC, age)
+    WHERE state = 'waiting' AND detached AND id = unit_id;
+CREATE INDEX executions_ready ON jayrun.executions (name, priority DESC, age) WHERE state = 'ready';
+CREATE UNIQUE INDEX executions_one_per_worker ON jayrun.executions (holder_id)
+    WHERE detached AND id = unit_id AND state IN ('admitted', 'running');
 CREATE INDEX executions_unit ON jayrun.executions (unit_id) WHERE state IN ('waiting', 'admitted');
 CREATE INDEX executions_held ON jayrun.executions (holder_id) WHERE state IN ('running', 'waiting', 'admitted');
 COMMENT ON COLUMN jayrun.executions.unit_id IS
     'The execution that this one is admitted together with: itself, or the operator run whose resource it sets up';
 COMMENT ON COLUMN jayrun.executions.age IS 'The place in the queue: who asked first has the lower number, for life';
+COMMENT ON COLUMN jayrun.executions.detached IS
+    'Submitted to the book, and run by any worker that knows the operator; else it lives and dies with its process';
+COMMENT ON COLUMN jayrun.executions.queue_id IS 'The queue it waits in: its host, or 0 where any host may take it';
+COMMENT ON COLUMN jayrun.executions.pinned_host_id IS 'The only host that may run it, if it was submitted for one';
+COMMENT ON COLUMN jayrun.executions.claim IS 'Counts how often it was taken; only the newest claim may finish it';
+COMMENT ON COLUMN jayrun.executions.crashes IS 'How often a worker process died running it';
+COMMENT ON COLUMN jayrun.executions.watched IS 'Somebody waits for its end and is notified';
+COMMENT ON COLUMN jayrun.executions.cancelled_at IS 'Since when it is asked to end';
 COMMENT ON COLUMN jayrun.executions.dormant IS
     'A waiter whose process did not claim a grant in time: no grants, nothing kept for it, until it shows life';
 
@@ -407,48 +439,60 @@ CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR E
 FUNCTIONS = """
 CREATE FUNCTION jayrun.picture(
     the_host bigint, the_execution uuid, the_position integer, the_invocation integer,
-    OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT waiting json,
-    OUT own_state text, OUT own_lease json) LANGUAGE plpgsql AS $f$
+    OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
+    OUT workers json, OUT own_state text, OUT own_holder uuid, OUT own_lease json) LANGUAGE plpgsql AS $f$
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
       AND device_id IN (SELECT d.id FROM jayrun.devices d WHERE d.host_id = the_host);
-    SELECT s.bypass_limit, s.grants_per_batch,
+    SELECT s.bypass_limit, s.grants_per_batch, EXISTS (SELECT FROM jayrun.hosts h WHERE h.id <> the_host),
         (SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
                                           d.share_count, d.exclusive_count > 0, d.exclusive_only, d.state,
                                           d.device_uuid) ORDER BY d.kind, d.host_index)
          FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL)
-    INTO bypass_limit, grants_per_batch, devices FROM jayrun.settings s;
+    INTO bypass_limit, grants_per_batch, elsewhere, devices FROM jayrun.settings s;
     -- The first few waiters of every shape (a loose index scan finds the shapes): equal ones are equally served or
     -- not, and those further behind are reached when those before them have gone.
-    IF EXISTS (SELECT FROM jayrun.executions w WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host)
+    IF EXISTS (SELECT FROM jayrun.executions w
+               WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id IN (0, the_host))
     THEN
-        WITH RECURSIVE shapes (shape) AS (
-            (SELECT w.shape FROM jayrun.executions w
-             WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host ORDER BY w.shape LIMIT 1)
+        WITH RECURSIVE shapes (queue_id, shape) AS (
+            SELECT q, (SELECT w.shape FROM jayrun.executions w
+                       WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = q ORDER BY w.shape LIMIT 1)
+            FROM unnest(ARRAY[the_host, 0]) q
             UNION ALL
-            SELECT (SELECT w.shape FROM jayrun.executions w
-                    WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host AND w.shape > s.shape
-                    ORDER BY w.shape LIMIT 1)
+            SELECT s.queue_id, (SELECT w.shape FROM jayrun.executions w
+                                WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = s.queue_id
+                                  AND w.shape > s.shape
+                                ORDER BY w.shape LIMIT 1)
             FROM shapes s WHERE s.shape IS NOT NULL)
-        SELECT json_agg(json_build_array(w.id, w.priority, w.age, w.bypassed, w.shape, w.holder_id, o.boot_id,
+        SELECT json_agg(json_build_array(w.id, w.priority, w.age, w.bypassed, w.shape,
+                                         CASE WHEN w.detached THEN w.name END, w.host_id, w.holder_id, o.boot_id,
                                          o.pid_namespace, o.pid, o.start_ticks, m.requests))
         INTO waiting
         FROM shapes
         CROSS JOIN LATERAL (
             SELECT w.* FROM jayrun.executions w
-            WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.host_id = the_host AND w.shape = shapes.shape
+            WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = shapes.queue_id AND w.shape = shapes.shape
               AND NOT w.dormant
             ORDER BY w.priority DESC, w.age LIMIT grants_per_batch) w
-        JOIN jayrun.holders o ON o.id = w.holder_id
+        LEFT JOIN jayrun.holders o ON o.id = w.holder_id
         CROSS JOIN LATERAL (
             SELECT json_agg(json_build_array(m.id, q.position, m.invocation, q.device, q.backend, q.is_group, q.min_devices, q.max_devices, q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
                             ORDER BY m.id = m.unit_id, m.age, q.position) AS requests
             FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
             WHERE m.unit_id = w.id AND m.state = 'waiting') m;
+        SELECT json_agg(json_build_array(o.id, o.operators, o.boot_id, o.pid_namespace, o.pid, o.start_ticks)
+                        ORDER BY o.registered_at)
+        INTO workers
+        FROM jayrun.holders o
+        WHERE o.host_id = the_host AND o.state = 'alive' AND o.operators <> '{}' AND NOT o.silent
+          AND NOT EXISTS (SELECT FROM jayrun.executions t WHERE t.holder_id = o.id AND t.detached AND t.id = t.unit_id
+                          AND t.state IN ('admitted', 'running'));
     END IF;
     IF the_execution IS NOT NULL THEN
-        SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
+        SELECT CASE WHEN e.cancelled_at IS NULL THEN e.state ELSE 'cancelled' END, e.holder_id
+        INTO own_state, own_holder FROM jayrun.executions e WHERE e.id = the_execution;
         IF own_state IS NOT NULL THEN
             SELECT json_build_array(l.id, l.end_reason) INTO own_lease FROM jayrun.leases l
             WHERE l.execution_id = the_execution AND l.position = the_position AND l.invocation = the_invocation;
@@ -458,18 +502,36 @@ END $f$;
 COMMENT ON FUNCTION jayrun.picture IS
     'Behind the gate: folds what ended on the host, then reads its devices, its queue, and what became of one request';
 
+CREATE FUNCTION jayrun.fail_waiting(the_unit uuid, why jsonb) RETURNS void LANGUAGE sql AS $f$
+    -- A detached one whose policy retries this failure is ready again; set-ups end with the invocation they belonged to.
+    UPDATE jayrun.executions e SET
+        state = CASE WHEN e.id <> e.unit_id THEN 'cancelled' WHEN r.retried THEN 'ready' ELSE 'failed' END,
+        attempt = e.attempt + r.retried::integer,
+        not_before = CASE WHEN r.retried THEN
+            clock_timestamp() + make_interval(secs => e.retry_seconds * e.retry_backoff ^ (e.attempt - 1)) END,
+        waited_seconds = e.waited_seconds + extract(epoch FROM clock_timestamp() - e.waiting_since),
+        waiting_since = NULL, ended_at = CASE WHEN NOT r.retried THEN clock_timestamp() END,
+        failure = why || jsonb_build_object('attempt', e.attempt, 'at', clock_timestamp())
+    FROM (SELECT id, id = unit_id AND detached AND attempt < max_attempts AND why ->> 'type' = ANY (retry_on) AS retried
+          FROM jayrun.executions WHERE unit_id = the_unit AND state = 'waiting' ORDER BY id FOR UPDATE) r
+    WHERE e.id = r.id
+$f$;
+COMMENT ON FUNCTION jayrun.fail_waiting IS 'A waiting unit will never be admitted: it fails, by its retry policy';
+
 CREATE FUNCTION jayrun.write_pass(d jsonb) RETURNS TABLE (lease_id uuid, lease_epoch bigint) LANGUAGE plpgsql AS $f$
 DECLARE
     moment timestamptz := clock_timestamp();  -- one for all members of a unit, by which they are known to belong together
 BEGIN
     IF d ? 'executions' THEN
         INSERT INTO jayrun.executions (
-            id, kind, name, unit_id, host_id, holder_id, state, priority, shape, invocation, waiting_since)
-        SELECT x.id, x.kind, x.name, x.unit_id, x.host_id, x.holder_id, x.state, x.priority, x.shape, x.invocation,
+            id, kind, detached, name, unit_id, host_id, pinned_host_id, holder_id, state, priority, inputs, shape,
+            invocation, waiting_since)
+        SELECT x.id, x.kind, x.detached, x.name, x.unit_id, x.host_id, x.pinned_host_id, x.holder_id, x.state,
+               x.priority, x.inputs, x.shape, x.invocation,
                CASE WHEN x.state = 'waiting' THEN clock_timestamp() END
         FROM jsonb_to_recordset(d -> 'executions') AS x (
-            id uuid, kind text, name text, unit_id uuid, host_id bigint, holder_id uuid, state text, priority integer,
-            shape text, invocation integer);
+            id uuid, kind text, detached boolean, name text, unit_id uuid, host_id bigint, pinned_host_id bigint,
+            holder_id uuid, state text, priority integer, inputs jsonb, shape text, invocation integer);
     END IF;
     IF d ? 'requests' THEN
         INSERT INTO jayrun.placement_requests (execution_id, position, device, backend, is_group, min_devices, max_devices, prefer_max_devices, group_bytes, per_device_bytes, exclusive, device_id)
@@ -479,16 +541,19 @@ BEGIN
             exclusive boolean, device_id integer);
     END IF;
     IF d ? 'parked' THEN
+        -- A detached one leaves its worker, and waits for any that its host, or every host, may have.
         UPDATE jayrun.executions e SET state = 'waiting', shape = x.shape, invocation = x.invocation, bypassed = 0,
-            waiting_since = clock_timestamp()
+            waiting_since = clock_timestamp(),
+            holder_id = CASE WHEN NOT e.detached THEN e.holder_id END,
+            host_id = CASE WHEN e.detached THEN e.pinned_host_id ELSE e.host_id END
         FROM jsonb_to_recordset(d -> 'parked') AS x (id uuid, shape text, invocation integer) WHERE e.id = x.id;
     END IF;
     IF d ? 'admitted' THEN
         UPDATE jayrun.executions e SET state = 'admitted', invocation = e.invocation + 1,
-            admitted_at = moment, waiting_since = NULL,
+            admitted_at = moment, waiting_since = NULL, holder_id = x.holder_id, host_id = (d -> 'host_id')::bigint,
             waited_seconds = e.waited_seconds + extract(epoch FROM moment - e.waiting_since)
-        WHERE e.state = 'waiting'
-          AND e.unit_id IN (SELECT a::uuid FROM jsonb_array_elements_text(d -> 'admitted') a);
+        FROM jsonb_to_recordset(d -> 'admitted') AS x (id uuid, holder_id uuid)
+        WHERE e.state = 'waiting' AND e.unit_id = x.id;
     END IF;
     IF d ? 'leases' THEN
         RETURN QUERY
@@ -508,18 +573,15 @@ BEGIN
         UPDATE jayrun.executions e SET bypassed = e.bypassed + x.times
         FROM (SELECT w.id, count(*) AS times
               FROM jsonb_to_recordset(d -> 'bypasses') AS b (shape text, priority integer, age bigint)
-              JOIN jayrun.executions w ON w.shape = b.shape AND w.host_id = (d -> 'host_id')::bigint
+              JOIN jayrun.executions w ON w.shape = b.shape AND w.queue_id IN (0, (d -> 'host_id')::bigint)
                    AND w.state = 'waiting' AND w.id = w.unit_id AND NOT w.dormant
                    AND (w.priority > b.priority OR (w.priority = b.priority AND w.age < b.age))
               GROUP BY w.id) x, jayrun.settings s
         WHERE e.id = x.id AND e.bypassed < s.bypass_limit;
     END IF;
     IF d ? 'impossible' THEN
-        UPDATE jayrun.executions e SET state = CASE WHEN e.id = e.unit_id THEN 'failed' ELSE 'cancelled' END,
-            waiting_since = NULL, ended_at = clock_timestamp(),
-            failure = jsonb_build_object('type', 'PlacementImpossible', 'message', x.message)
-        FROM jsonb_to_recordset(d -> 'impossible') AS x (id uuid, message text)
-        WHERE e.unit_id = x.id AND e.state = 'waiting';
+        PERFORM jayrun.fail_waiting(x.id, jsonb_build_object('type', 'PlacementImpossible', 'message', x.message))
+        FROM jsonb_to_recordset(d -> 'impossible') AS x (id uuid, message text);
     END IF;
 END $f$;
 COMMENT ON FUNCTION jayrun.write_pass IS 'Behind the gate: writes what one admission decided; returns the new leases';
@@ -542,9 +604,99 @@ COMMENT ON FUNCTION jayrun.leave IS
 CREATE FUNCTION jayrun.anybody_waits(the_host bigint) RETURNS boolean LANGUAGE plpgsql STABLE AS $f$
 BEGIN
     RETURN EXISTS (SELECT FROM jayrun.executions
-                   WHERE state = 'waiting' AND id = unit_id AND host_id = the_host AND NOT dormant);
+                   WHERE state = 'waiting' AND id = unit_id AND queue_id IN (0, the_host) AND NOT dormant);
 END $f$;
-COMMENT ON FUNCTION jayrun.anybody_waits IS 'Whether a unit waits on the host whose process shows life';
+COMMENT ON FUNCTION jayrun.anybody_waits IS
+    'Whether a unit waits that the host may serve and whose process, if it has one, shows life';
+
+CREATE FUNCTION jayrun.next_execution(the_worker uuid, done jsonb, before_waiting boolean,
+    OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql AS $f$
+DECLARE
+    me jayrun.holders%ROWTYPE;
+    mine uuid;
+    first_waiting record;
+    next_ready record;
+    somebody_watches boolean;
+BEGIN
+    waits := false;
+    IF done IS NOT NULL THEN
+        UPDATE jayrun.executions e SET state = x.state, result = x.result, result_kind = x.result_kind,
+            failure = CASE WHEN x.state <> 'succeeded' THEN
+                coalesce(x.failure || jsonb_build_object('at', clock_timestamp()), e.failure) END,
+            ended_at = CASE WHEN x.state <> 'ready' THEN clock_timestamp() END,
+            attempt = e.attempt + (x.state = 'ready' AND x.failure IS NOT NULL)::integer,
+            not_before = clock_timestamp() + make_interval(secs => x.pause_seconds),
+            holder_id = CASE WHEN x.state <> 'ready' THEN e.holder_id END,
+            host_id = CASE WHEN x.state <> 'ready' THEN e.host_id ELSE e.pinned_host_id END
+        FROM jsonb_to_record(done) AS x (id uuid, claim bigint, state text, result jsonb, result_kind text,
+                                         failure jsonb, pause_seconds double precision)
+        WHERE e.id = x.id AND e.claim = x.claim AND e.state = 'running' AND e.holder_id = the_worker
+        RETURNING e.watched INTO somebody_watches;
+        finished := FOUND;
+        IF somebody_watches THEN
+            PERFORM pg_notify('jayrun', done ->> 'id');
+        END IF;
+    END IF;
+    SELECT * INTO me FROM jayrun.holders WHERE id = the_worker AND state = 'alive';
+    IF NOT FOUND OR me.operators = '{}' THEN
+        RETURN;
+    END IF;
+    -- What it was given; or what it took, and the answer was lost.
+    SELECT id INTO mine FROM jayrun.executions
+    WHERE holder_id = the_worker AND detached AND id = unit_id AND state IN ('admitted', 'running');
+    IF mine IS NULL THEN
+        SELECT e.id, e.priority, e.age INTO next_ready FROM jayrun.executions e
+        WHERE e.state = 'ready' AND e.id IN (
+            -- Some of each operator, for others may be taking the first ones just now.
+            SELECT c.id FROM unnest(me.operators) o CROSS JOIN LATERAL (
+                SELECT r.id FROM jayrun.executions r
+                WHERE r.state = 'ready' AND r.name = o AND r.queue_id IN (0, me.host_id)
+                  AND (r.not_before IS NULL OR r.not_before <= clock_timestamp())
+                ORDER BY r.priority DESC, r.age LIMIT 32) c)
+        ORDER BY e.priority DESC, e.age LIMIT 1 FOR UPDATE SKIP LOCKED;
+        IF NOT before_waiting THEN
+            SELECT c.priority, c.age INTO first_waiting FROM unnest(me.operators) o CROSS JOIN LATERAL (
+                SELECT w.priority, w.age FROM jayrun.executions w
+                WHERE w.state = 'waiting' AND w.detached AND w.id = w.unit_id AND w.name = o
+                  AND w.queue_id IN (0, me.host_id) AND NOT w.dormant
+                ORDER BY w.priority DESC, w.age LIMIT 1) c
+            ORDER BY c.priority DESC, c.age LIMIT 1;
+            waits := first_waiting.age IS NOT NULL AND (next_ready.age IS NULL
+                OR first_waiting.priority > next_ready.priority
+                OR (first_waiting.priority = next_ready.priority AND first_waiting.age < next_ready.age));
+            IF waits THEN
+                RETURN;
+            END IF;
+        END IF;
+        mine := next_ready.id;
+    END IF;
+    IF mine IS NULL THEN
+        RETURN;
+    END IF;
+    UPDATE jayrun.executions e SET state = 'running', claim = e.claim + 1, claimed_at = clock_timestamp(),
+        holder_id = the_worker, host_id = me.host_id, not_before = NULL,
+        invocation = CASE WHEN e.state = 'ready' AND e.claim > 0 THEN e.invocation + 1 ELSE e.invocation END
+    WHERE e.unit_id = mine AND e.state IN ('ready', 'admitted', 'running') AND (e.id = mine OR e.state = 'admitted');
+    SELECT json_build_object(
+        'id', e.id, 'name', e.name, 'inputs', e.inputs, 'claim', e.claim, 'attempt', e.attempt,
+        'invocation', e.invocation, 'age', e.age, 'priority', e.priority, 'pinned_host_id', e.pinned_host_id,
+        'max_attempts', e.max_attempts, 'retry_on', e.retry_on, 'retry_seconds', e.retry_seconds,
+        'retry_backoff', e.retry_backoff, 'has_waited', e.shape IS NOT NULL)
+    INTO taken FROM jayrun.executions e WHERE e.id = mine;
+END $f$;
+COMMENT ON FUNCTION jayrun.next_execution IS
+    'A worker tells how its execution ended and takes the next: the admitted one that it was given, else the first ready; waits: somebody who waits stands before that, so admit first';
+
+CREATE FUNCTION jayrun.wake_workers(the_name text) RETURNS void LANGUAGE plpgsql AS $f$
+BEGIN
+    -- Notifying is dear under load, and then no worker is idle: who ends an execution looks again after its commit.
+    IF EXISTS (SELECT FROM jayrun.holders o WHERE o.state = 'alive' AND o.role = 'worker' AND the_name = ANY (o.operators)
+               AND NOT EXISTS (SELECT FROM jayrun.executions t WHERE t.holder_id = o.id AND t.detached
+                               AND t.id = t.unit_id AND t.state IN ('admitted', 'running'))) THEN
+        PERFORM pg_notify('jayrun', 'workers');
+    END IF;
+END $f$;
+COMMENT ON FUNCTION jayrun.wake_workers IS 'Tells idle workers that an execution of that name is ready or waits';
 """
 
 VIEWS = """
@@ -624,6 +776,18 @@ LEFT JOIN LATERAL (
 WHERE w.state = 'waiting' AND w.id = w.unit_id;
 COMMENT ON VIEW jayrun_audit.queue IS
     'Who waits, in the order of admission per host, for what, and the state of the devices that could serve it';
+
+CREATE VIEW jayrun_audit.executions AS
+SELECT e.id, e.name AS execution, e.kind, e.detached, e.state, e.cancelled_at IS NOT NULL AS cancelling, h.name AS host,
+       e.priority, e.key, e.attempt, e.max_attempts, e.crashes, e.claim, e.inputs, e.result, e.result_kind, e.failure,
+       o.pid, coalesce(o.user_name, e.user_name) AS "user", coalesce(nullif(e.label, ''), o.label, '') AS label,
+       e.submitted_at, e.claimed_at, e.waiting_since, e.not_before, e.ended_at, e.waited_seconds,
+       coalesce(e.ended_at, clock_timestamp()) - e.submitted_at AS age, e.unit_id, e.host_id
+FROM jayrun.executions e
+LEFT JOIN jayrun.hosts h ON h.id = e.host_id
+LEFT JOIN jayrun.holders o ON o.id = e.holder_id;
+COMMENT ON VIEW jayrun_audit.executions IS
+    'Every execution: what it is, where it stands, who runs or ran it, and how it ended';
 
 CREATE VIEW jayrun_audit.violations AS
 SELECT 'device counters differ from its shares' AS rule, d.id::text AS subject,

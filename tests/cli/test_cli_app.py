@@ -37,7 +37,10 @@ def test_a_group_alone_shows_its_help(jayrun: Jayrun, group: tuple[str, ...]) ->
 
 @pytest.mark.parametrize(
     "command",
-    ["devices declare", "devices drain", "leases show", "queue", "reconciler", "demo", "devices list", "leases list"],
+    [
+        *("devices declare", "devices drain", "leases show", "queue", "why", "can", "reconciler", "demo"),
+        *("devices list", "leases list"),
+    ],
 )
 def test_every_command_has_help(jayrun: Jayrun, command: str) -> None:
     told = jayrun(*command.split(), "--help")
@@ -56,11 +59,13 @@ def test_summaries_fit_a_terminal(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatc
 def test_the_commands_come_in_the_order_one_gets_to_know_them(jayrun: Jayrun) -> None:
     commands = jayrun("--help").out.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in commands] == [
-        *("run", "devices", "leases", "queue", "db", "reconciler", "demo")
+        *("run", "can", "devices", "leases", "queue", "why", "executions", "worker", "db", "reconciler", "demo")
     ]
 
 
-@pytest.mark.parametrize("arguments", [("sideways",), ("queue", "--sideways"), ("leases", "show"), ("queue", "extra")])
+@pytest.mark.parametrize(
+    "arguments", [("sideways",), ("queue", "--sideways"), ("leases", "show"), ("queue", "extra"), ("why",)]
+)
 def test_usage_errors(jayrun: Jayrun, arguments: tuple[str, ...]) -> None:
     told = jayrun(*arguments)
     assert told.code == 2
@@ -118,7 +123,7 @@ def test_listings_say_where_nobody_answers(
     assert "db up" not in told.err
 
 
-@pytest.mark.parametrize("listing", [*LISTINGS, ("leases", "show", "0000")])
+@pytest.mark.parametrize("listing", [*LISTINGS, ("leases", "show", "0000"), ("why", "0000"), ("can",)])
 def test_listings_start_no_server(
     jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listing: tuple[str, ...]
 ) -> None:

@@ -1,14 +1,25 @@
-"""Waiters for the tests of the queue, and what one pass means for them."""
+"""Waiters and workers for the tests of the queue, one pass told plainly, and what it means for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
-from jayrun.domain.devices import Share
-from jayrun.domain.queue import Admission, Bypass, Waiter
+from fleets import any_request, one
+from hypothesis import strategies as st
+
+from jayrun.domain.devices import BookedDevice, Share
+from jayrun.domain.fit import is_candidate
+from jayrun.domain.keeping import find_target
+from jayrun.domain.planner import Granted, Impossible, judge
+from jayrun.domain.queue import Admission, Bypass, Waiter, Worker
 from jayrun.domain.requests import Request
+from jayrun.domain.search import book
 from jayrun.domain.sequence import shape_of
+
+Fleet = Mapping[int, Sequence[BookedDevice]]
+Workers = Mapping[int, Sequence[Worker]]
 
 
 def waiter(
@@ -18,6 +29,7 @@ def waiter(
     hosts: tuple[int, ...] = (1,),
     bypassed: int = 0,
     recorded: tuple[Request, ...] | None = None,
+    operator: str | None = None,
 ) -> Waiter:
     return Waiter(
         id=UUID(int=age),
@@ -27,8 +39,13 @@ def waiter(
         requests=requests,
         recorded=recorded,
         bypassed=bypassed,
-        shape=shape_of(hosts, requests),
+        operator=operator,
+        shape=shape_of(hosts, requests, operator),
     )
+
+
+def worker(number: int, *operators: str) -> Worker:
+    return Worker(UUID(int=number), frozenset(operators))
 
 
 def order(each: Waiter) -> tuple[int, int]:
@@ -47,3 +64,105 @@ def times_bypassed(each: Waiter, bypasses: Sequence[Bypass]) -> int:
 
 def shares_of(admission: Admission) -> list[Share]:
     return [share for grant in admission.grants for shares in grant.plan for share in shares]
+
+
+@st.composite
+def queues(draw: st.DrawFn, operators: Sequence[str | None] = (None,)) -> list[Waiter]:
+    """Waiters of which many have one shape."""
+    shapes = draw(st.lists(st.lists(any_request(2), min_size=1, max_size=2), min_size=1, max_size=4))
+    hosts = st.sampled_from([(1,), (1,), (2,), (1, 2), (2, 1), (3, 1), ()])
+    waiters = []
+    for age in range(draw(st.integers(1, 9))):
+        requests = tuple(draw(st.sampled_from(shapes)))
+        waiters.append(
+            waiter(
+                age,
+                *requests,
+                priority=draw(st.sampled_from([0, 0, 0, 1])),
+                hosts=draw(hosts),
+                bypassed=draw(st.integers(0, 4)),
+                recorded=draw(st.sampled_from([None, requests, (*requests, one(9))])),
+                operator=draw(st.sampled_from(operators)),
+            )
+        )
+    return draw(st.permutations(waiters))
+
+
+def idle_workers() -> st.SearchStrategy[Workers]:
+    """A few workers of the hosts 1 and 2, each of which knows some operators."""
+    known = st.frozensets(st.sampled_from(["embed", "train", "other"]))
+    places = st.lists(st.tuples(st.sampled_from([1, 1, 2]), known), max_size=4)
+    return places.map(
+        lambda drawn: {
+            host: [worker(number, *operators) for number, (at, operators) in enumerate(drawn) if at == host]
+            for host, _ in drawn
+        }
+    )
+
+
+def slow_pass(
+    waiters: Sequence[Waiter], fleet: Fleet, workers: Workers, limit: int, batch: int
+) -> tuple[list[object], set[UUID], dict[UUID, int], dict[tuple[UUID, int], int]]:
+    """One pass told plainly: nothing is remembered of equal shapes, every waiter is counted by itself.
+
+    The grants, who is impossible, how often each waiter was bypassed, and the bytes kept by waiter and device.
+    """
+    now = {host: tuple(devices) for host, devices in fleet.items()}
+    kept = {host: tuple(device.emptied() for device in devices) for host, devices in fleet.items()}
+    idle = {host: list(workers.get(host, ())) for host in fleet}
+    grants, impossible, waiting, counts, served = [], set(), [], {}, {}
+
+    def able(each: Waiter, host: int) -> list[Worker]:
+        return sorted((w for w in idle[host] if each.operator in w.operators), key=lambda w: len(w.operators))
+
+    def hosts_of(each: Waiter) -> list[int]:
+        return [host for host in each.hosts if host in fleet and (each.operator is None or able(each, host))]
+
+    def use(each: Waiter, host: int) -> UUID | None:
+        if each.operator is None:
+            return None
+        chosen = able(each, host)[0]
+        idle[host].remove(chosen)
+        return chosen.id
+
+    for asking in sorted(waiters, key=order):
+        if len(grants) == batch:
+            break
+        for each in waiting:
+            if each.bypassed + counts[each.id] >= limit and each.id not in served:
+                targets = [
+                    (found.to_free, place, host, found.plan)
+                    for place, host in enumerate(hosts_of(each))
+                    if (found := find_target(each.requests, now[host], kept[host]))
+                ]
+                if targets:
+                    _, _, host, planned = min(targets, key=lambda target: target[:2])
+                    use(each, host)
+                    served[each.id] = Counter()
+                    for shares in planned:
+                        now[host], kept[host] = book(now[host], shares), book(kept[host], shares)
+                        for share in shares:
+                            served[each.id][share.device_id] += share.memory_bytes
+        verdicts = {host: judge(asking.requests, now[host], asking.recorded) for host in asking.hosts if host in now}
+        host = next((host for host in hosts_of(asking) if isinstance(verdicts[host], Granted)), None)
+        if host is not None:
+            passed = [each for each in waiting if host in hosts_of(each)]
+            grants.append((asking.id, host, verdicts[host].plan, use(asking, host)))
+            taken = set()
+            for shares in verdicts[host].plan:
+                now[host] = book(now[host], shares)
+                taken |= {share.device_id for share in shares}
+            for each in passed:
+                counts[each.id] += any(
+                    is_candidate(request, device)
+                    for request in each.requests
+                    for device in now[host]
+                    if device.id in taken
+                )
+        elif asking.hosts and all(isinstance(verdicts.get(host), Impossible) for host in asking.hosts):
+            impossible.add(asking.id)
+        else:
+            waiting.append(asking)
+            counts[asking.id] = 0
+    told = {(key, device): memory_bytes for key, devices in served.items() for device, memory_bytes in devices.items()}
+    return grants, impossible, counts, told

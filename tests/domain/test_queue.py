@@ -2,102 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from time import process_time
 from uuid import UUID
 
 import pytest
-from fleets import any_request, booked_devices, gpu, group, one
+from fleets import booked_devices, gpu, group, one
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lines import granted, order, shares_of, times_bypassed, waiter
+from lines import Workers, granted, idle_workers, order, queues, shares_of, slow_pass, times_bypassed, waiter
 
 from jayrun.domain.devices import Backend, BookedDevice, DeviceState
-from jayrun.domain.fit import is_candidate
-from jayrun.domain.keeping import find_target
-from jayrun.domain.planner import Granted, Impossible, judge, plan
-from jayrun.domain.queue import Admission, Bypass, Waiter, admit
-from jayrun.domain.search import book
-
-Fleet = Mapping[int, Sequence[BookedDevice]]
-
-
-def slow_pass(waiters: Sequence[Waiter], fleet: Fleet, limit: int, batch: int) -> tuple[object, ...]:
-    """One pass told plainly: nothing is remembered of equal shapes, every waiter is counted by itself."""
-    now = {host: tuple(devices) for host, devices in fleet.items()}
-    kept = {host: tuple(device.emptied() for device in devices) for host, devices in fleet.items()}
-    grants, impossible, waiting, counts, served = [], set(), [], {}, set()
-    for asking in sorted(waiters, key=order):
-        if len(grants) == batch:
-            break
-        for each in waiting:
-            if each.bypassed + counts[each.id] >= limit and each.id not in served:
-                targets = [
-                    (found.to_free, place, host, found.plan)
-                    for place, host in enumerate(each.hosts)
-                    if host in now and (found := find_target(each.requests, now[host], kept[host]))
-                ]
-                if targets:
-                    _, _, host, planned = min(targets, key=lambda target: target[:2])
-                    served.add(each.id)
-                    for shares in planned:
-                        now[host], kept[host] = book(now[host], shares), book(kept[host], shares)
-        verdicts = {host: judge(asking.requests, now[host], asking.recorded) for host in asking.hosts if host in now}
-        host = next((host for host, verdict in verdicts.items() if isinstance(verdict, Granted)), None)
-        if host is not None:
-            grants.append((asking.id, host, verdicts[host].plan))
-            taken = set()
-            for shares in verdicts[host].plan:
-                now[host] = book(now[host], shares)
-                taken |= {share.device_id for share in shares}
-            for each in waiting:
-                counts[each.id] += host in each.hosts and any(
-                    is_candidate(request, device)
-                    for request in each.requests
-                    for device in now[host]
-                    if device.id in taken
-                )
-        elif asking.hosts and all(isinstance(verdicts.get(host), Impossible) for host in asking.hosts):
-            impossible.add(asking.id)
-        else:
-            waiting.append(asking)
-            counts[asking.id] = 0
-    return grants, impossible, counts
-
-
-@st.composite
-def queues(draw: st.DrawFn) -> list[Waiter]:
-    """Waiters of which many have one shape."""
-    shapes = draw(st.lists(st.lists(any_request(2), min_size=1, max_size=2), min_size=1, max_size=4))
-    hosts = st.sampled_from([(1,), (1,), (2,), (1, 2), (2, 1), (3, 1), ()])
-    waiters = []
-    for age in range(draw(st.integers(1, 9))):
-        requests = tuple(draw(st.sampled_from(shapes)))
-        waiters.append(
-            waiter(
-                age,
-                *requests,
-                priority=draw(st.sampled_from([0, 0, 0, 1])),
-                hosts=draw(hosts),
-                bypassed=draw(st.integers(0, 4)),
-                recorded=draw(st.sampled_from([None, requests, (*requests, one(9))])),
-            )
-        )
-    return draw(st.permutations(waiters))
+from jayrun.domain.planner import plan
+from jayrun.domain.queue import Admission, Bypass, Kept, Waiter, admit
 
 
 @settings(max_examples=400, deadline=None)
-@given(queues(), booked_devices(3), booked_devices(2, host_id=2), st.integers(0, 4), st.integers(0, 6))
+@given(
+    queues([None, None, "embed", "train"]),
+    booked_devices(3),
+    booked_devices(2, host_id=2),
+    idle_workers(),
+    st.integers(0, 4),
+    st.integers(0, 6),
+)
 def test_a_pass_decides_like_the_plain_telling_of_it(
-    waiters: list[Waiter], here: list[BookedDevice], there: list[BookedDevice], limit: int, batch: int
+    waiters: list[Waiter],
+    here: list[BookedDevice],
+    there: list[BookedDevice],
+    workers: Workers,
+    limit: int,
+    batch: int,
 ) -> None:
     fleet = {1: here, 2: there}
-    grants, impossible, counts = slow_pass(waiters, fleet, limit, batch)
-    admission = admit(waiters, fleet, bypass_limit=limit, batch=batch)
-    assert [(grant.id, grant.host_id, grant.plan) for grant in admission.grants] == grants
+    grants, impossible, counts, kept = slow_pass(waiters, fleet, workers, limit, batch)
+    admission = admit(waiters, fleet, workers=workers, bypass_limit=limit, batch=batch)
+    assert [(grant.id, grant.host_id, grant.plan, grant.worker) for grant in admission.grants] == grants
     assert set(admission.impossible) == impossible
     waiting = [each for each in waiters if each.id in counts]
     assert {each.id: times_bypassed(each, admission.bypasses) for each in waiting} == counts
+    assert {(each.waiter_id, each.device_id): each.memory_bytes for each in admission.kept} == kept
+    assert len(admission.kept) == len(kept)
 
 
 @settings(max_examples=300, deadline=None)
@@ -137,7 +81,7 @@ def test_the_batch_bounds_grants_and_not_the_waiters_examined() -> None:
     admission = admit(waiters, {1: [gpu(0, 80, 20)]}, bypass_limit=100, batch=3)
     assert granted(admission) == [50, 51, 52]
     assert admission.bypasses == tuple(Bypass(waiters[0].shape, 0, age) for age in (50, 51, 52))
-    assert admit(waiters, {1: [gpu(0, 80)]}, bypass_limit=100, batch=0) == Admission((), (), {})
+    assert admit(waiters, {1: [gpu(0, 80)]}, bypass_limit=100, batch=0) == Admission((), (), {}, ())
 
 
 def test_one_grant_on_many_devices_is_one_bypass() -> None:
@@ -178,6 +122,7 @@ def test_beside_what_is_kept_others_get_what_is_left() -> None:
     admission = admit(waiters, {1: devices}, bypass_limit=16, batch=99)
     assert {share.host_index for share in shares_of(admission)} == {1}
     assert granted(admission) == [1, 2, 3, 4]
+    assert admission.kept == (Kept(UUID(int=0), 1, 100, 70),)
     assert granted(admit(waiters, {1: [gpu(0, 90, 10), gpu(1, 80, 80)]}, bypass_limit=16, batch=99)) == [0, 1]
 
 
@@ -186,6 +131,15 @@ def test_each_who_had_enough_has_its_own_target() -> None:
     devices = [gpu(0, 80, 10), gpu(1, 80, 20), gpu(2, 80, 30)]
     admission = admit(waiters, {1: devices}, bypass_limit=16, batch=99)
     assert {share.host_index for share in shares_of(admission)} == {2}
+    assert admission.kept == (Kept(UUID(int=0), 1, 100, 80), Kept(UUID(int=1), 1, 101, 80))
+
+
+def test_what_is_kept_for_a_sequence_is_told_once_for_each_device() -> None:
+    waiters = [waiter(0, one(30), one(20), one(60), bypassed=16), waiter(1, one(50))]
+    admission = admit(waiters, {1: [gpu(0, 80, 40), gpu(1, 80, 40)]}, bypass_limit=16, batch=99)
+    assert sorted(each.memory_bytes for each in admission.kept) == [50, 60]
+    alone = [waiter(0, one(0, exclusive=True), bypassed=16), waiter(1, one(50))]
+    assert admit(alone, {1: [gpu(0, 80, 40)]}, bypass_limit=16, batch=99).kept == (Kept(UUID(int=0), 1, 100, 0),)
 
 
 def test_two_that_have_enough_at_the_same_grant_both_get_their_target() -> None:

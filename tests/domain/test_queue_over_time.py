@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from uuid import UUID
 
@@ -11,20 +12,25 @@ import pytest
 from fleets import GB, any_request, gpu, group, one
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lines import times_bypassed, waiter
+from lines import times_bypassed, waiter, worker
 
 from jayrun.domain.devices import Backend, BookedDevice, Device, Share
 from jayrun.domain.planner import plan
-from jayrun.domain.queue import Waiter, admit
+from jayrun.domain.queue import Waiter, Worker, admit
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
 
 
 class House:
-    """A host in which waiters come, leases end after a while, and passes run; it counts as the store would."""
+    """A host in which waiters come, leases end after a while, and passes run; it counts as the store would.
 
-    def __init__(self, devices: Sequence[BookedDevice], limit: int) -> None:
+    A worker that took a lease is idle again when it has ended.
+    """
+
+    def __init__(self, devices: Sequence[BookedDevice], limit: int, workers: Sequence[Worker] = ()) -> None:
         self.devices = tuple(devices)
+        self.workers = tuple(workers)
+        self.busy: dict[UUID, UUID] = {}
         self.limit = limit
         self.line: dict[UUID, Waiter] = {}
         self.bypassed: dict[UUID, int] = {}
@@ -33,8 +39,8 @@ class House:
         self.clock = 0
         self.ages = count()
 
-    def ask(self, *requests: Request, priority: int = 0) -> UUID:
-        new = waiter(next(self.ages), *requests, priority=priority)
+    def ask(self, *requests: Request, priority: int = 0, operator: str | None = None) -> UUID:
+        new = waiter(next(self.ages), *requests, priority=priority, operator=operator)
         self.line[new.id] = new
         self.bypassed[new.id] = 0
         return new.id
@@ -45,11 +51,10 @@ class House:
         for key in [key for key, (end, _) in self.leases.items() if end <= self.clock]:
             _, shares = self.leases.pop(key)
             self.devices = tuple(device.without_shares(shares) for device in self.devices)
-        line = [
-            waiter(each.age, *each.requests, priority=each.priority, bypassed=self.bypassed[each.id])
-            for each in self.line.values()
-        ]
-        admission = admit(line, {1: self.devices}, bypass_limit=self.limit, batch=8)
+            self.busy.pop(key, None)
+        line = [replace(each, bypassed=self.bypassed[each.id]) for each in self.line.values()]
+        idle = [each for each in self.workers if each.id not in self.busy.values()]
+        admission = admit(line, {1: self.devices}, workers={1: idle}, bypass_limit=self.limit, batch=8)
         assert not admission.impossible
         for each in line:
             self.bypassed[each.id] += times_bypassed(each, admission.bypasses)
@@ -58,6 +63,8 @@ class House:
             self.devices = book(self.devices, shares)
             self.leases[grant.id] = (self.clock + lifetime, shares)
             self.started[grant.id] = self.clock
+            if grant.worker is not None:
+                self.busy[grant.id] = grant.worker
             del self.line[grant.id]
         assert all(device.free_bytes >= 0 for device in self.devices)
 
@@ -94,6 +101,32 @@ def test_a_big_one_starts_though_small_ones_never_end_coming(big: str, seed: int
     assert enough is not None
     assert wanted in house.started
     assert house.started[wanted] <= enough + lifetime + 1
+
+
+def test_a_big_one_starts_though_some_never_end_wanting_its_device_and_others_its_worker() -> None:
+    house = House([gpu(0, 80), gpu(1, 40)], limit=4, workers=[worker(1, "embed", "train")])
+    house.ask(one(20, device_id=1), operator="embed")
+    house.tick(3)
+    wanted = house.ask(one(80), operator="train")
+    while wanted not in house.started and house.clock < 200:
+        house.ask(one(20, device_id=0))
+        house.ask(one(20, device_id=0))
+        house.ask(one(20, device_id=1), operator="embed")
+        house.tick(3)
+    assert wanted in house.started
+    assert house.bypassed[wanted] == 4
+
+
+def test_while_the_workers_are_busy_nothing_is_idle_for_those_they_will_take() -> None:
+    house = House([gpu(0, 80)], limit=0, workers=[worker(1, "train")])
+    house.ask(one(10), operator="train")
+    house.tick(50)
+    wanted = house.ask(one(80), operator="train")
+    while house.clock < 50:
+        served = house.ask(one(70))
+        house.tick(1)
+        assert house.started[served] == house.clock
+    assert house.bypassed[wanted] == 0
 
 
 def test_without_a_limit_in_reach_the_big_one_would_wait_for_ever() -> None:

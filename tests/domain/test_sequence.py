@@ -87,6 +87,12 @@ def test_shapes_are_equal_when_and_only_when_hosts_and_requests_are(
     assert shape_of(tuple(hosts), tuple(requests)) == shape_of(hosts, requests)
 
 
+@given(st.sampled_from([None, "", "embed", "train"]), st.sampled_from([None, "", "embed", "train"]))
+def test_shapes_of_different_operators_differ(operator: str | None, other: str | None) -> None:
+    assert (shape_of((1,), [TWO], operator) == shape_of((1,), [TWO], other)) == (operator == other)
+    assert shape_of((1,), [TWO], None) == shape_of((1,), [TWO])
+
+
 def test_a_shape_is_the_same_in_every_process() -> None:
     code = (
         "from jayrun.domain.devices import Backend, Device\n"

@@ -68,8 +68,12 @@ def add_execution(sql: Sql, state: ExecutionState) -> UUID:
     execution_id = uuid4()
     sql.execute(
         """
-        INSERT INTO jayrun.executions (id, unit_id, kind, name, detached, shape, state, waiting_since, ended_at)
-        VALUES (%(id)s, %(id)s, 'operator', 'by hand', true, 'any', %(state)s,
+        WITH host AS (INSERT INTO jayrun.hosts (identity, name, boot_id) VALUES (%(id)s, 'host', 'boot') RETURNING id),
+             holder AS (
+                 INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_ticks, user_name, role)
+                 SELECT %(id)s, id, 'boot', 1, 1, 1, 'user', 'runtime' FROM host)
+        INSERT INTO jayrun.executions (id, unit_id, holder_id, kind, name, shape, state, waiting_since, ended_at)
+        VALUES (%(id)s, %(id)s, %(id)s, 'operator', 'by hand', 'any', %(state)s,
                 CASE WHEN %(state)s = 'waiting' THEN clock_timestamp() END,
                 CASE WHEN %(terminal)s THEN clock_timestamp() END)
         """,

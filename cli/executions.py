@@ -1,0 +1,240 @@
+"""`jayrun executions`: work in the book, of every process and of none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+from typing import Annotated, Any
+from uuid import UUID
+
+import typer
+
+from jayrun import kernel
+from jayrun.domain.lifecycle import ExecutionState
+from jayrun.domain.units import format_bytes
+from jayrun.errors import PlacementTimeout
+from jayrun.runtime.ticket import Ticket
+from jayrun.settings import Settings
+from jayrun.store import admission, audit, devices, holders, submissions
+from jayrun.store.submissions import submission
+from jayrun.store.transactions import Book
+
+from .book import open_book, open_judged
+from .exits import checked_arguments
+from .options import AsJson
+from .render import Column, Row, age, local, short_id, show_rows, to_json, to_lines
+
+executions = typer.Typer(help="Submit work to the book, and see what became of it.", no_args_is_help=True)
+
+ExecutionId = Annotated[
+    str, typer.Argument(metavar="ID", help="An execution's id, or enough of its beginning or end.", show_default=False)
+]
+
+COLUMNS = (
+    Column("ID", lambda row: short_id(row["id"])),
+    Column("EXECUTION", lambda row: row["execution"]),
+    Column("STATE", lambda row: "cancelling" if row["cancelling"] and not row["ended_at"] else row["state"]),
+    Column("PRIORITY", lambda row: str(row["priority"]), number=True, spare=4),
+    Column("ATTEMPT", lambda row: f"{row['attempt']}/{row['max_attempts']}", number=True, spare=5),
+    Column("HOST", lambda row: row["host"] or "any", spare=2),
+    Column("USER", lambda row: row["user"] or "-", spare=3),
+    Column("PID", lambda row: str(row["pid"] or "-"), number=True, spare=6),
+    Column("KEY", lambda row: row["key"] or "-", folds=True, spare=7),
+    Column("AGE", lambda row: age(row["age"]), number=True),
+    Column("FAILURE", lambda row: _failure(row), folds=True, below=True),
+)
+
+
+@executions.command("list")
+def list_(
+    state: Annotated[
+        list[ExecutionState] | None, typer.Option(help="Only executions in this state; may be given several times.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Only executions of this operator.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List executions, the newest first."""
+    with closing(open_judged(Settings.load())) as book:
+        rows = audit.executions(book, states=[each.value for each in state or ()], name=name, limit=limit)
+    show_rows(rows, COLUMNS, as_json=as_json, nothing="no executions")
+
+
+@executions.command()
+def show(execution: ExecutionId, as_json: AsJson = False) -> None:
+    """Show one execution: inputs, result or failure, and who ran it."""
+    with closing(open_judged(Settings.load())) as book:
+        row = audit.execution(book, audit.find_execution(book, execution))
+    typer.echo(to_json(row) if as_json else to_lines(_facts(row)))
+
+
+@executions.command()
+def submit(
+    name: Annotated[str, typer.Argument(help="The operator: the name of its class.", show_default=False)],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="NAME=VALUE", help="An input; VALUE is JSON, or else taken as text. May be repeated."
+        ),
+    ] = None,
+    priority: Annotated[int, typer.Option(help="Higher is served first.")] = 0,
+    key: Annotated[str | None, typer.Option(help="Submitting again with the same key submits nothing.")] = None,
+    host: Annotated[str | None, typer.Option(help="Run on this host only (name or identity).")] = None,
+    max_attempts: Annotated[int, typer.Option(min=1, help="How often it is tried.")] = 1,
+    retry_on: Annotated[
+        list[str] | None, typer.Option(metavar="EXCEPTION", help="Which exceptions are tried again; default: all.")
+    ] = None,
+    retry_delay: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Pause before the second try.")] = 0,
+    backoff: Annotated[float, typer.Option(min=1, help="By what the pause grows with each try.")] = 1,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Stay until it has ended, and print its result as JSON.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="With --wait: stay no longer than this.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit an execution, for any worker that knows the operator.
+
+    Prints its id. With --wait the exit code tells how it ended: 1 failed or cancelled, 3 impossible, 4 still going on.
+    """
+    settings = Settings.load()
+    with closing(open_book(settings, start=True)) as book:
+        with checked_arguments():
+            wanted = submission(
+                name,
+                _inputs(inputs or ()),
+                priority=priority,
+                key=key,
+                host_id=None if host is None else devices.find_host(book, host),
+                max_attempts=max_attempts,
+                retry_on=tuple(retry_on or ["Exception"]),
+                retry_seconds=retry_delay,
+                retry_backoff=backoff,
+                label=settings.label,
+            )
+        execution_id = submissions.submit(book, wanted)
+        if not wait:
+            typer.echo(json.dumps({"id": str(execution_id)}) if as_json else str(execution_id))
+            return
+        typer.echo(f"submitted {execution_id}, waiting for its end; Ctrl-C leaves it in the book", err=True)
+        ticket = _ticket(book, settings, execution_id)
+        try:
+            result = ticket.result(timeout)
+        except TimeoutError as error:
+            raise PlacementTimeout(f"{error}; `jayrun why {execution_id}` tells what it waits for") from None
+        found = ticket.look()
+        if as_json:
+            typer.echo(json.dumps({"id": str(execution_id), "result": result, "result_kind": found.result_kind}))
+        elif found.result_kind == "json":
+            typer.echo(json.dumps(result))
+        else:
+            typer.echo(f"its result is no JSON value on the CPU and was not kept: {found.result_kind}", err=True)
+
+
+@executions.command()
+def cancel(execution: ExecutionId, as_json: AsJson = False) -> None:
+    """End an execution wherever it stands.
+
+    One that waits ends at once. One that runs is refused its next request; a worker that goes on with it is ended after
+    the book's cancel_seconds (10).
+    """
+    settings = Settings.load()
+    with closing(open_judged(settings)) as book:
+        found = submissions.cancel(book, audit.find_execution(book, execution), who=kernel.user_name())
+        _combine(book, settings)
+        row = audit.execution(book, found.id)
+    if as_json:
+        typer.echo(to_json(row))
+    elif found.has_ended and found.state is not ExecutionState.CANCELLED:
+        typer.echo(f"{found.name} has {found.state} already; nothing was changed")
+    else:
+        typer.echo(f"{found.name} is {'asked to end' if not found.has_ended else 'cancelled'}")
+
+
+@executions.command()
+def retry(execution: ExecutionId, as_json: AsJson = False) -> None:
+    """Run an execution again that failed or was cancelled.
+
+    Its attempts count anew; what it recorded stays recorded, so an operator whose requests have changed is submitted
+    anew instead.
+    """
+    settings = Settings.load()
+    with closing(open_judged(settings)) as book:
+        with checked_arguments():
+            found = submissions.retry(book, audit.find_execution(book, execution))
+        row = audit.execution(book, found.id)
+    typer.echo(to_json(row) if as_json else f"{found.name} is {found.state}")
+
+
+def _inputs(given: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` each; a value that is no JSON is text."""
+    values: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--input must be NAME=VALUE, not {each!r}")
+        if name in values:
+            raise ValueError(f"--input {name} is given twice")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def _ticket(book: Book, settings: Settings, execution_id: UUID) -> Ticket:
+    return Ticket(book, holders.attest_host(book, settings.host_id), execution_id)
+
+
+def _combine(book: Book, settings: Settings) -> None:
+    """What was let go is for the next in line."""
+    if (host_id := holders.find_own_host(book, settings.host_id)) is not None:
+        admission.combine(book, host_id)
+
+
+def _failure(row: Row) -> str:
+    failure = row["failure"] or {}
+    return f"{failure['type']}: {failure.get('message', '')}".splitlines()[0] if "type" in failure else ""
+
+
+def _facts(row: Row) -> list[tuple[str, str]]:
+    where = f"pid {row['pid']} on {row['host']}" if row["pid"] else (row["host"] or "any host")
+    facts = [
+        ("execution", str(row["id"])),
+        ("operator" if row["kind"] == "operator" else row["kind"], row["execution"]),
+        ("state", f"{row['state']}{', asked to end' if row['cancelling'] and not row['ended_at'] else ''}"),
+        ("submitted", f"{local(row['submitted_at'])} by {row['user'] or '-'}"),
+        ("runs on" if not row["ended_at"] else "ran on", where),
+        ("priority", str(row["priority"])),
+        ("attempt", f"{row['attempt']} of {row['max_attempts']}, {row['crashes']} crashes of its workers"),
+        ("waited", age(row["waited_seconds"])),
+    ]
+    for name in ("claimed_at", "waiting_since", "not_before", "ended_at"):
+        if row[name] is not None:
+            facts.append((name.replace("_", " "), local(row[name])))
+    for name in ("key", "label"):
+        if row[name]:
+            facts.append((name, row[name]))
+    if row["detached"]:
+        facts.append(("inputs", _shown(row["inputs"])))
+    if row["result_kind"]:
+        facts.append(
+            ("result", _shown(row["result"]) if row["result_kind"] == "json" else f"not kept: {row['result_kind']}")
+        )
+    failure = dict(row["failure"] or {})
+    if failure:
+        facts.append(("failure", _failure(row)))
+        place = ", ".join(f"{name} {failure[name]}" for name in ("attempt", "host", "pid") if name in failure)
+        if "at" in failure:
+            place += f", {local(datetime.fromisoformat(failure['at']))}"
+        facts.append(("failed in", place))
+        facts += [("", line) for line in str(failure.get("traceback", "")).splitlines()]
+    return facts
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 2_000 else f"{text[:2_000]}… ({format_bytes(len(text.encode()))})"

@@ -1,0 +1,107 @@
+"""Operators for tests of `jayrun worker`. What they are told by files, they wait for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from jayrun import Data, Operator, Resource
+
+
+def meet(folder: str) -> None:
+    """Say in `folder` that it has begun, and wait for the file `go`."""
+    place = Path(folder)
+    (place / f"began-{os.getpid()}-{time.monotonic_ns()}").touch()
+    while not (place / "go").exists():
+        time.sleep(0.01)
+
+
+class Add(Operator):
+    a: Any
+    b: Any
+
+    def execute(self) -> Data:
+        return Data(self.a.value + self.b.value)
+
+
+class Strange(Operator):
+    """A result that is no JSON."""
+
+    def execute(self) -> Data:
+        return Data({1, 2})
+
+
+class Huge(Operator):
+    def execute(self) -> Data:
+        return Data("x" * 2_000_000)
+
+
+class Meet(Operator):
+    """Runs until the file `go` is in the folder."""
+
+    folder: Any
+
+    def execute(self) -> Data:
+        meet(self.folder.value)
+        return Data(os.getpid())
+
+
+class Hold(Operator):
+    """Holds memory on a device until the file `go` is in the folder; without a folder for a moment."""
+
+    memory_gb: Any
+    folder: Any = None
+    count: Any = 1
+
+    def execute(self) -> Data:
+        placements = [self.placement.cuda(memory_gb=self.memory_gb.value) for _ in range(self.count.value)]
+        if self.folder.value is not None:
+            meet(self.folder.value)
+        return Data([placement.host_index for placement in placements])
+
+
+class OnDevice(Operator):
+    """Its result stays on the device, so its value is not stored."""
+
+    def execute(self) -> Data:
+        return Data("tensor", self.placement.cuda(memory_gb=1))
+
+
+class Crash(Operator):
+    def execute(self) -> Data:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class Fail(Operator):
+    """Fails `times` times, counted in the folder."""
+
+    folder: Any
+    times: Any = 1_000
+
+    def execute(self) -> Data:
+        failures = Path(self.folder.value) / "failures"
+        count = failures.stat().st_size if failures.exists() else 0
+        if count < self.times.value:
+            with failures.open("a") as file:
+                file.write("x")
+            raise FileNotFoundError(f"failure {count + 1}")
+        return Data("at last")
+
+
+class Model(Resource):
+    memory_gb: int
+
+    def setup(self) -> Data:
+        return Data(os.getpid(), self.placement.cuda(memory_gb=self.memory_gb))
+
+
+class Infer(Operator):
+    model: Model = Model(memory_gb=10)
+
+    def execute(self) -> Data:
+        placement = self.placement.cuda(memory_gb=10)
+        return Data([self.model.value, os.getpid(), placement.host_index])
