@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
+SOAK_SECONDS ?= 3600
 POSTGRES15 ?= /usr/lib/postgresql/15/bin
 
-.PHONY: help demo test test-full test-postgres15 lint format check wheel-test bench clean
+.PHONY: help demo test test-full test-postgres15 soak lint format check wheel-test bench clean
 
 help: ## Show this help
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -25,6 +26,9 @@ test: $(VENV)/.ready ## Run the tests (minutes; brings its own PostgreSQL)
 
 test-full: $(VENV)/.ready ## Run all tests, the slow ones too
 	$(PYTEST)
+
+soak: $(VENV)/.ready ## Run work of every kind under faults for an hour (SOAK_SECONDS=..., SEED=...)
+	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/runtime/test_soak.py
 
 test-postgres15: $(VENV)/.ready ## Run the tests against another PostgreSQL: POSTGRES15=/path/to/its/bin
 	@test -x $(POSTGRES15)/postgres || { echo "no PostgreSQL in $(POSTGRES15): apt-get install postgresql-15"; exit 1; }

@@ -72,7 +72,9 @@ def show(execution: ExecutionId, as_json: AsJson = False) -> None:
 
 @executions.command()
 def submit(
-    name: Annotated[str, typer.Argument(help="The operator: the name of its class.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The operator: the name of its class.", show_default=False)
+    ],
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,6 +103,8 @@ def submit(
     Prints its id. With --wait the exit code tells how it ended: 1 failed or cancelled, 3 impossible, 4 still going on.
     """
     settings = Settings.load()
+    if timeout is not None and not wait:
+        raise typer.BadParameter("--timeout is for --wait", param_hint="--timeout")
     with closing(open_book(settings, start=True)) as book:
         with checked_arguments():
             wanted = submission(
@@ -116,15 +120,17 @@ def submit(
                 label=settings.label,
             )
         execution_id = submissions.submit(book, wanted)
+        _warn_of_unknown(book, name)
         if not wait:
             typer.echo(json.dumps({"id": str(execution_id)}) if as_json else str(execution_id))
             return
-        typer.echo(f"submitted {execution_id}, waiting for its end; Ctrl-C leaves it in the book", err=True)
+        typer.echo(f"execution {execution_id}: waiting for its end; Ctrl-C leaves it in the book", err=True)
         ticket = _ticket(book, settings, execution_id)
         try:
             result = ticket.result(timeout)
         except TimeoutError as error:
-            raise PlacementTimeout(f"{error}; `jayrun why {execution_id}` tells what it waits for") from None
+            told = str(error).replace("why()", f"`jayrun why {execution_id}`")
+            raise PlacementTimeout(told) from None
         found = ticket.look()
         if as_json:
             typer.echo(json.dumps({"id": str(execution_id), "result": result, "result_kind": found.result_kind}))
@@ -163,10 +169,16 @@ def retry(execution: ExecutionId, as_json: AsJson = False) -> None:
     """
     settings = Settings.load()
     with closing(open_judged(settings)) as book:
-        with checked_arguments():
-            found = submissions.retry(book, audit.find_execution(book, execution))
+        found = submissions.retry(book, audit.find_execution(book, execution))
         row = audit.execution(book, found.id)
     typer.echo(to_json(row) if as_json else f"{found.name} is {found.state}")
+
+
+def _warn_of_unknown(book: Book, name: str) -> None:
+    known = submissions.known_operators(book)
+    if name not in known:
+        others = f"those that run know {', '.join(known)}" if known else "none runs"
+        typer.echo(f"no running worker knows {name} yet ({others}): it waits for `jayrun worker MODULE`", err=True)
 
 
 def _inputs(given: Sequence[str]) -> dict[str, Any]:
@@ -201,7 +213,11 @@ def _failure(row: Row) -> str:
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:
-    where = f"pid {row['pid']} on {row['host']}" if row["pid"] else (row["host"] or "any host")
+    where = (
+        f"pid {row['pid']} on {row['host']}"
+        if row["pid"]
+        else (row["host"] or ("-" if row["ended_at"] else "any host"))
+    )
     facts = [
         ("execution", str(row["id"])),
         ("operator" if row["kind"] == "operator" else row["kind"], row["execution"]),
@@ -209,7 +225,11 @@ def _facts(row: Row) -> list[tuple[str, str]]:
         ("submitted", f"{local(row['submitted_at'])} by {row['user'] or '-'}"),
         ("runs on" if not row["ended_at"] else "ran on", where),
         ("priority", str(row["priority"])),
-        ("attempt", f"{row['attempt']} of {row['max_attempts']}, {row['crashes']} crashes of its workers"),
+        (
+            "attempt",
+            f"{row['attempt']} of {row['max_attempts']}"
+            + (f"; crashes of its workers: {row['crashes']}" if row["crashes"] else ""),
+        ),
         ("waited", age(row["waited_seconds"])),
     ]
     for name in ("claimed_at", "waiting_since", "not_before", "ended_at"):
@@ -229,8 +249,9 @@ def _facts(row: Row) -> list[tuple[str, str]]:
         facts.append(("failure", _failure(row)))
         place = ", ".join(f"{name} {failure[name]}" for name in ("attempt", "host", "pid") if name in failure)
         if "at" in failure:
-            place += f", {local(datetime.fromisoformat(failure['at']))}"
-        facts.append(("failed in", place))
+            place += f"{', ' if place else ''}{local(datetime.fromisoformat(failure['at']))}"
+        if place:
+            facts.append(("failed in", place))
         facts += [("", line) for line in str(failure.get("traceback", "")).splitlines()]
     return facts
 

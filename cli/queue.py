@@ -13,9 +13,10 @@ from .render import Column, age, local, short_id, show_rows
 
 COLUMNS = (
     Column("POS", lambda row: str(row["position"]), number=True),
-    Column("HOST", lambda row: row["host"] or "-", spare=1),
+    Column("HOST", lambda row: row["host"] or "any", spare=1),
     Column("ID", lambda row: short_id(row["execution_id"])),
     Column("EXECUTION", lambda row: row["execution"]),
+    Column("PRIORITY", lambda row: str(row["priority"]), number=True, spare=4),
     Column("USER", lambda row: row["user"] or "-"),
     Column("PID", lambda row: str(row["pid"] or "-"), number=True),
     Column("LABEL", lambda row: row["label"] or "-", folds=True, spare=2),

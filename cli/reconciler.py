@@ -80,7 +80,7 @@ def _loop(book: Book, settings: Settings, ending: threading.Event, *, every: flo
             if outage_since is not None:
                 typer.echo(f"the book is back after {time.monotonic() - outage_since:.0f} s", err=True)
                 outage_since = None
-            if did != Pass(0, 0, 0):
+            if did != Pass(0, 0, 0, 0, 0):
                 _tell(did, as_json=as_json)
         ending.wait(seconds)
 
@@ -96,5 +96,6 @@ def _tell(did: Pass, *, as_json: bool) -> None:
     else:
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         typer.echo(
-            f"{now} reclaimed from {did.reclaimed} dead, took back {did.returned} unclaimed, admitted {did.admitted}"
+            f"{now} reclaimed from {did.reclaimed} dead, took back {did.returned} unclaimed, admitted {did.admitted}, "
+            f"flagged {did.flagged} idle, failed {did.failed} in a circle"
         )

@@ -75,13 +75,15 @@ def to_table(rows: Iterable[Row], columns: Sequence[Column], *, width: int | Non
     console.print(table)
     lines = [line.rstrip() for line in text.getvalue().rstrip("\n").split("\n")]
     under = (_indented([texts[column][number] for column in below], width) for number in range(len(rows)))
-    return "\n".join(next(under) if line.strip() == _HERE_BELOW else line for line in lines)
+    filled = (next(under) if line.strip() == _HERE_BELOW else line for line in lines)
+    return "\n".join(line for line in filled if line)
 
 
 def _indented(texts: list[str], width: int | None) -> str:
     return "\n".join(
         textwrap.fill(text, width or _UNLIMITED_WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
         for text in texts
+        if text != "-"
     )
 
 

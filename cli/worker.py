@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import closing
+from importlib.machinery import PathFinder
 from typing import Annotated
 
 import typer
@@ -38,6 +40,7 @@ def worker(
     Ctrl-C drains: what runs is finished, nothing new is taken. A second one, or the drain timeout, gives what runs back
     to the book, for other workers.
     """
+    _check(modules)
     settings = Settings.load()
     probes.arm_from_settings(settings.probes)
     crew = Crew(
@@ -52,6 +55,17 @@ def worker(
         _say(f"{processes} worker{'' if processes == 1 else 's'} for {', '.join(modules)} on {kernel.host_name()}")
         code = Supervisor(book, host_id, crew, say=_say).run()
     raise typer.Exit(code)
+
+
+def _check(modules: list[str]) -> None:
+    """Refuse what is no module, without importing any: this process runs no code of the user's."""
+    for name in modules:
+        if name.endswith(".py"):
+            raise typer.BadParameter(f"{name!r}: write {name.removesuffix('.py').replace('/', '.')!r}, as for import")
+        package = name.partition(".")[0]
+        folder = os.getcwd()
+        if PathFinder.find_spec(package, [folder, *sys.path]) is None:
+            raise typer.BadParameter(f"there is no module {package!r} in {folder} or on Python's path")
 
 
 def _say(line: str) -> None:

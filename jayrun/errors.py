@@ -31,6 +31,13 @@ class PlacementTimeout(PlacementError):
     """The execution's waits together took longer than its `timeout`; nothing of it is left in the book."""
 
 
+class PlacementDeadlock(PlacementError):
+    """Everyone who could make room only waits in turn, in a circle that would never end; the message shows it.
+
+    Drop data before asking for more, or ask for everything in one execution.
+    """
+
+
 class PlacementCancelled(PlacementError):
     """The execution was cancelled while it waited or before it could ask again."""
 
@@ -103,8 +110,8 @@ class KeyTaken(BookError):
     """Something else was submitted with the same key; the message shows both. Choose another key."""
 
 
-class ExecutionNotDetached(BookError):
-    """The execution lived in a process and ended with it; only submitted ones can be retried."""
+class NotRetryable(BookError):
+    """The execution cannot be run again: it lived in a process and ended with it, or it has succeeded."""
 
 
 class DeviceInUse(BookError):

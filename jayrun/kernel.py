@@ -109,6 +109,24 @@ def verdict(recorded: Incarnation) -> Verdict:
     return judge(recorded, Sighting(boot_id=here[0], pid_namespace=here[1], start_ticks=ticks, absent=absent))
 
 
+def kill(recorded: Incarnation) -> bool:
+    """Kill a recorded process if it is alive and this process may; whether it was killed."""
+    try:
+        pidfd = os.pidfd_open(recorded.pid)
+    except OSError:  # gone, or no process that could be named so
+        return False
+    try:
+        # Only now is it sure that the signal goes to the process that is looked at.
+        if verdict(recorded) is not Verdict.ALIVE or recorded.pid_namespace != pid_namespace():
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        return True
+    except (PermissionError, ProcessLookupError):
+        return False
+    finally:
+        os.close(pidfd)
+
+
 def readable(seconds: float, *descriptors: int) -> bool:
     """Wait until one of the file descriptors is readable, at most so many seconds; whether one is.
 

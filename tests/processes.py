@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -40,24 +40,33 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[ForkServer
 
 
 @contextmanager
-def command(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """`jayrun ARGUMENTS` in a process group of its own, its words on `stderr`; the group is killed at the end."""
+def command(
+    *arguments: str, before: Sequence[str] = (), log: Path | None = None, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """`jayrun ARGUMENTS` in a process group of its own, its words on `stderr` or in the file `log`; the group is killed
+    at the end.
+
+    `before` comes before it on the command line.
+    """
+    words = subprocess.PIPE if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     process = subprocess.Popen(
-        [sys.executable, "-c", "from jayrun.cli.app import main; main()", *arguments],
+        [*before, sys.executable, "-c", "from jayrun.cli.app import main; main()", *arguments],
         env=child_environment(environment, without=("JAYRUN_", "PG")),
         cwd=Path(__file__).parent,
-        stderr=subprocess.PIPE,
+        stderr=words,
         text=True,
         start_new_session=True,
     )
+    if log is not None:
+        os.close(words)
     try:
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(PATIENCE)
-        assert process.stderr is not None
-        process.stderr.close()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 def until(true: Callable[[], object]) -> None:

@@ -49,6 +49,14 @@ class Meet(Operator):
         return Data(os.getpid())
 
 
+class MeetAndFail(Operator):
+    folder: Any
+
+    def execute(self) -> Data:
+        meet(self.folder.value)
+        raise OSError("in vain")
+
+
 class Hold(Operator):
     """Holds memory on a device until the file `go` is in the folder; without a folder for a moment."""
 
@@ -92,6 +100,19 @@ class Fail(Operator):
         return Data("at last")
 
 
+class FailThenHold(Operator):
+    """Fails at its first attempt, before it asks for anything."""
+
+    folder: Any
+
+    def execute(self) -> Data:
+        tried = Path(self.folder.value) / "tried"
+        if not tried.exists():
+            tried.touch()
+            raise OSError("not yet")
+        return Data(self.placement.cuda(memory_gb=20).host_index)
+
+
 class Model(Resource):
     memory_gb: int
 
@@ -105,3 +126,31 @@ class Infer(Operator):
     def execute(self) -> Data:
         placement = self.placement.cuda(memory_gb=10)
         return Data([self.model.value, os.getpid(), placement.host_index])
+
+
+class Tell(Operator):
+    """Asks for `sizes`, one after the other, works for `seconds`, and adds a line to `file`: which process came to the
+    end."""
+
+    file: Any
+    sizes: Any = ()
+    seconds: Any = 0
+
+    def execute(self) -> Data:
+        placements = [self.placement.cuda(memory_gb=size) for size in self.sizes.value]
+        time.sleep(self.seconds.value)
+        with Path(self.file.value).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        del placements
+        return Data(os.getpid())
+
+
+class Pair(Operator):
+    """A group of two devices, and then one more request."""
+
+    memory_gb: Any
+
+    def execute(self) -> Data:
+        group = self.placement.cuda_group(per_device_memory_gb=self.memory_gb.value, max_devices=2, min_devices=2)
+        one = self.placement.cuda(memory_gb=1)
+        return Data([*(member.host_index for member in group), one.host_index])

@@ -1,4 +1,4 @@
-"""Which leases would have to end so that requests fit: the smallest such set."""
+"""Which leases would have to end so that requests fit, or a waiter is let in: the smallest such set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from uuid import UUID
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_candidate
 from jayrun.domain.planner import plan
+from jayrun.domain.queue import Admission, Waiter
 from jayrun.domain.requests import Request
+from jayrun.domain.search import book
 
 _TRIES = 2_000
 """Sets looked at, once a good one is known, before that one is taken: some 50 ms at most."""
@@ -18,7 +20,7 @@ _TRIES = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Endable:
-    """A lease that might be ended, its shares, and when it was last used (any number that rises with time)."""
+    """A lease, or several that end together, their shares, and when last used (any number that rises with time)."""
 
     lease_id: UUID
     shares: tuple[Share, ...]
@@ -43,11 +45,7 @@ def fewest_to_end(
     """
 
     def suffices(ended: Sequence[Endable]) -> bool:
-        shares: dict[int, list[Share]] = {}
-        for lease in ended:
-            for share in lease.shares:
-                shares.setdefault(share.device_id, []).append(share)
-        freed = [device.without_shares(shares[device.id]) if device.id in shares else device for device in devices]
+        freed = without(devices, ended)
         return plan(requests, freed) is not None and (admits is None or admits(freed))
 
     if suffices(()):
@@ -72,6 +70,46 @@ def fewest_to_end(
         if best is not None and len(best) == size:
             break
     return None if best is None else _ids(best)
+
+
+def first_to_end(
+    waiters: Sequence[Waiter],
+    devices: Sequence[BookedDevice],
+    candidates: Sequence[Endable],
+    decide: Callable[[Sequence[BookedDevice]], Admission],
+) -> tuple[UUID, ...]:
+    """The fewest `candidates` (as `fewest_to_end` chooses them) whose end lets a waiter in: the first in line that they
+    keep out; () when there is none.
+
+    `decide` says what an admission decides when the devices are so; what it grants already needs no end, and what it
+    keeps for somebody else is of no use.
+    """
+
+    def served(now: Sequence[BookedDevice]) -> dict[UUID, list[Share]]:
+        return {grant.id: [share for shares in grant.plan for share in shares] for grant in decide(now).grants}
+
+    if not candidates:
+        return ()
+    already = served(devices)
+    left = book(devices, [share for shares in already.values() for share in shares])
+    tried: set[str] = set()
+    for waiter in sorted(waiters, key=lambda waiter: (-waiter.priority, waiter.age)):
+        if waiter.id in already or waiter.shape in tried:
+            continue
+        tried.add(waiter.shape)
+        ended = fewest_to_end(waiter.requests, left, candidates)
+        if ended and waiter.id in served(without(devices, [each for each in candidates if each.lease_id in ended])):
+            return ended
+    return ()
+
+
+def without(devices: Sequence[BookedDevice], ended: Sequence[Endable]) -> list[BookedDevice]:
+    """The devices after the `ended` have."""
+    shares: dict[int, list[Share]] = {}
+    for lease in ended:
+        for share in lease.shares:
+            shares.setdefault(share.device_id, []).append(share)
+    return [device.without_shares(shares[device.id]) if device.id in shares else device for device in devices]
 
 
 def _thinned(leases: Sequence[Endable], focus: int, suffices: Callable[[Sequence[Endable]], bool]) -> Sequence[Endable]:

@@ -42,6 +42,12 @@ def plan(requests: Sequence[Request], devices: Sequence[BookedDevice]) -> Plan |
     return _plan(requests, devices)[0]
 
 
+def can_never_fit(requests: Sequence[Request], devices: Sequence[BookedDevice]) -> bool:
+    """Whether it is proven that `requests` do not fit on `devices`; a search that was given up proves nothing."""
+    placed, complete = _plan(requests, devices)
+    return placed is None and complete
+
+
 def judge(
     requests: Sequence[Request], devices: Sequence[BookedDevice], recorded: Sequence[Request] | None = None
 ) -> Granted | Unavailable | Impossible:

@@ -10,8 +10,6 @@ from typing import assert_never
 from uuid import UUID
 
 from jayrun.domain.devices import BookedDevice, Share
-from jayrun.domain.ending import Endable as Endable
-from jayrun.domain.ending import fewest_to_end as fewest_to_end
 from jayrun.domain.fit import is_candidate
 from jayrun.domain.keeping import Target, find_target
 from jayrun.domain.planner import Granted, Impossible, Plan, Unavailable, judge

@@ -126,7 +126,8 @@ class KnowingWorkers:
         if not self.count:
             return f"no running worker knows operator {operator}"
         if self.idle:
-            return f"{self.idle} of {self.count} running workers that know operator {operator} idle"
+            verb = "is" if self.idle == 1 else "are"
+            return f"{self.idle} of {self.count} running workers that know operator {operator} {verb} idle"
         if self.silent:
             busy = self.count - self.silent
             return f"of {self.count} workers that know operator {operator}, {busy} busy, {self.silent} not answering"

@@ -18,7 +18,13 @@ from jayrun.domain.placements import PlacementLocation
 from jayrun.domain.requests import Request
 from jayrun.domain.sequence import check_complete, check_next, shape_of
 from jayrun.domain.units import format_bytes
-from jayrun.errors import PlacementCancelled, PlacementImpossible, PlacementSignalSwallowed, PlacementTimeout
+from jayrun.errors import (
+    PlacementCancelled,
+    PlacementDeadlock,
+    PlacementImpossible,
+    PlacementSignalSwallowed,
+    PlacementTimeout,
+)
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Undo
 from jayrun.runtime.operator import Operator, Resource, bound, declared_inputs
@@ -148,7 +154,7 @@ class Job:
         finally:
             for cached in in_use:
                 self._service.resources.unuse(cached)
-            if in_use:
+            if in_use and self._service.somebody_waits:
                 self._service.make_room()
 
     def _resource(self, resource: Resource, in_use: list[Cached]) -> Cached:
@@ -157,7 +163,7 @@ class Job:
         key = self._setup_key(resource)
         cached = resources.use(resource)
         if cached is None:
-            with resources.setting_up(resource):
+            with resources.setting_up(key):
                 cached = resources.use(resource) or self._set_up(resource, in_use)
         in_use.append(cached)
         if (spare := self._setups.pop(key, None)) is not None:  # another run has set it up meanwhile
@@ -172,11 +178,15 @@ class Job:
             described = resource._described if self._detached else None
             work = self._setups[key] = self._work.set_up_for(type(resource).__name__, described)
         instance = type(resource)(**resource._configuration)
+        parts = []
         for name, value in resource._configuration.items():
             if isinstance(value, Resource):
-                setattr(instance, name, self._resource(value, in_use).data)
+                parts.append(self._resource(value, in_use))
+                setattr(instance, name, parts[-1].data)
         invocation = Invocation(work)
-        cached = Cached(instance, self._call(work, instance, instance.setup, invocation), invocation.leases)
+        data = self._call(work, instance, instance.setup, invocation)
+        cached = Cached(work.id, key, instance, data, invocation.leases, parts)
+        del data
         self._service.resources.add(cached)
         del self._setups[key]
         self._finish(work, ExecutionState.SUCCEEDED)
@@ -348,6 +358,8 @@ class Job:
         message = str(failure.get("message", "it was ended while it waited"))
         if failure.get("type") == "PlacementImpossible":
             raise PlacementImpossible(message)
+        if failure.get("type") == "PlacementDeadlock":
+            raise PlacementDeadlock(message)
         raise PlacementCancelled(f"{self._work.execution.name} was {resolution.state.value}: {message}")
 
     def _finished(self, data: Data) -> Data:

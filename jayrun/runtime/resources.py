@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-from jayrun.domain.devices import Share
-from jayrun.domain.queue import Endable, fewest_to_end
-from jayrun.domain.requests import Request
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Hold
 from jayrun.runtime.operator import Resource
 from jayrun.runtime.signal import clear_frames
-from jayrun.store import devices
-from jayrun.store.ids import new_id
+from jayrun.store import blockers
 from jayrun.store.leases import Lease
 from jayrun.store.transactions import Book
 
@@ -28,14 +24,33 @@ log = logging.getLogger("jayrun")
 
 @dataclass(slots=True, eq=False)
 class Cached:
-    """A resource that is set up: its data, the leases that it keeps alive, and who uses it now."""
+    """A resource that is set up: its data, the leases that it keeps alive, the resources it is made of, and how many
+    use it now. `id` is the execution that set it up; resources of equal `key` share one set-up.
 
+    `published` is since when it has been idle as far as the book knows, on this process's monotonic clock; None: it is
+    not idle.
+    """
+
+    id: UUID
+    key: Any
     resource: Resource
     data: Data
     leases: list[tuple[weakref.ref[Hold], Lease]]
-    id: UUID = field(default_factory=new_id)
+    parts: list[Cached]
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
+    published: float | None = None
+
+    @property
+    def idle_since(self) -> float | None:
+        return None if self.users else self.last_used
+
+    def count(self, users: int) -> None:
+        """So many more users: they use what it is made of too."""
+        self.users += users
+        self.last_used = time.monotonic()
+        for part in self.parts:
+            part.count(users)
 
 
 class Resources:
@@ -45,98 +60,94 @@ class Resources:
         self._cached: dict[Any, Cached] = {}
         self._locks: dict[Any, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._making_room = threading.Lock()
+        self._publishing = threading.Lock()
+        self._outlived: list[Cached] = []  # torn down, but user code keeps a placement; the book is to be told
 
-    def setting_up(self, resource: Resource) -> threading.Lock:
-        """The lock under which this resource, and no equal one at the same time, is set up."""
+    def setting_up(self, key: Any) -> threading.Lock:
+        """The lock under which a resource of that key, and no other at the same time, is set up."""
         with self._lock:
-            return self._locks.setdefault(resource._key, threading.Lock())
+            return self._locks.setdefault(key, threading.Lock())
 
     def use(self, resource: Resource) -> Cached | None:
         """The cached set-up, now in use and safe from teardown until `unuse`; None when it is not cached."""
         with self._lock:
             cached = self._cached.get(resource._key)
             if cached is not None:
-                cached.users += 1
+                cached.count(+1)
             return cached
 
     def unuse(self, cached: Cached) -> None:
         with self._lock:
-            cached.users -= 1
-            cached.last_used = time.monotonic()
+            cached.count(-1)
 
     def add(self, cached: Cached) -> None:
         """Cache a set-up, in use by its first user."""
         with self._lock:
-            cached.users = 1
-            self._cached[cached.resource._key] = cached
+            cached.count(+1)
+            self._cached[cached.key] = cached
 
-    def make_room(
-        self, book: Book, host_id: int, wanted: Sequence[tuple[Request, ...]], flush: Callable[[], object]
-    ) -> int:
-        """Tear down the fewest idle resources whose end would admit one of the waiting units; returns how many.
+    def ids(self) -> list[UUID]:
+        """The cached resources that have leases, by the executions that set them up."""
+        with self._lock:
+            return [cached.id for cached in self._cached.values() if cached.leases]
 
-        `wanted`: the sequences that units of this process wait for, in their order. `flush` waits until the releases
-        are told, so that the next look does not end more for the same waiter.
-        """
-        if not self._making_room.acquire(blocking=False):
-            return 0  # another thread is at it, and what it frees is looked at again
-        try:
-            idle = self._idle()
-            if not any(cached.leases for cached in idle):
-                return 0
-            fleet = devices.fleet(book, host_id)
-            candidates = [
-                Endable(
-                    cached.id,
-                    tuple(
-                        Share(share.device_key, share.host_index, share.memory_bytes, share.exclusive)
-                        for hold, lease in cached.leases
-                        if hold() is not None
-                        for share in lease.shares
-                    ),
-                    cached.last_used,
-                )
-                for cached in idle
-            ]
-            for requests in wanted:
-                chosen = fewest_to_end(requests, fleet, candidates)
-                if chosen:
-                    ended = sum(self._tear_down(cached) for cached in idle if cached.id in chosen)
-                    flush()
-                    return ended
-            return 0
-        finally:
-            self._making_room.release()
+    def publish(self, book: Book) -> None:
+        """Tell the book which resources have become idle, or are so no more, since it was told last."""
+        with self._publishing:
+            now = time.monotonic()
+            with self._lock:
+                states = {cached: cached.idle_since for cached in self._cached.values()} | dict.fromkeys(self._outlived)
+            told = {cached: at for cached, at in states.items() if cached.leases}
+            if all(at == cached.published for cached, at in told.items()):
+                return
+            for cached in told:
+                cached.published = math.nan  # until the book has answered, nobody knows what it knows
+            blockers.publish(book, {cached.id: None if at is None else now - at for cached, at in told.items()})
+            for cached, at in told.items():
+                cached.published = at
+            with self._lock:
+                self._outlived = [cached for cached in self._outlived if cached not in told]
 
-    def anything_idle(self) -> bool:
-        return bool(self._idle())
+    def tear_down(self, resource: UUID) -> bool:
+        """Tear down one of `ids()` unless it is in use: then False."""
+        with self._lock:
+            cached = next((each for each in self._cached.values() if each.id == resource), None)
+        return cached is None or self._tear_down(cached)
 
     def tear_down_idle(self) -> None:
         """Tear down everything that nobody uses."""
-        for cached in self._idle():
+        with self._lock:
+            idle = [cached for cached in self._cached.values() if cached.users == 0]
+        for cached in idle:
             self._tear_down(cached)
 
-    def _idle(self) -> list[Cached]:
-        with self._lock:
-            return [cached for cached in self._cached.values() if cached.users == 0]
-
     def _tear_down(self, cached: Cached) -> bool:
-        with self.setting_up(cached.resource):  # a new set-up of it begins when this teardown has ended
+        with self._lock:
+            made_of_it = [each for each in self._cached.values() if cached in each.parts]
+        for each in made_of_it:
+            self._tear_down(each)
+        with self.setting_up(cached.key):  # a new set-up of it begins when this teardown has ended
             return self._tear_down_alone(cached)
 
     def _tear_down_alone(self, cached: Cached) -> bool:
         with self._lock:
-            key = cached.resource._key
-            if cached.users or self._cached.get(key) is not cached:
+            if cached.users or self._cached.get(cached.key) is not cached:
                 return False  # somebody took it meanwhile
-            del self._cached[key]
+            del self._cached[cached.key]
+        name = type(cached.resource).__name__
         try:
             cached.resource.teardown(cached.data)
         except (
             Exception
         ) as error:  # user code; the lease has to go all the same, and the log says whose teardown it was
-            log.exception("teardown of %s failed", type(cached.resource).__name__)
+            log.exception("teardown of %s failed", name)
             clear_frames(error)  # whoever keeps the log record does not keep the data
-        del cached.data  # the last reference that jayrun has: the lease ends unless user code kept one
+        del (
+            cached.data,
+            cached.resource,
+        )  # the last references that jayrun has: the leases end unless user code kept one
+        if any(hold() is not None for hold, _ in cached.leases):
+            log.warning("%s is torn down, but user code keeps a placement of it alive: its lease stays taken", name)
+            with self._lock:
+                self._outlived.append(cached)
         return True

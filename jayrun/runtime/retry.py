@@ -9,6 +9,7 @@ from enum import StrEnum
 from jayrun.domain.checks import number, whole_number
 from jayrun.errors import (
     PlacementCancelled,
+    PlacementDeadlock,
     PlacementImpossible,
     PlacementSignalSwallowed,
     PlacementTimeout,
@@ -16,7 +17,7 @@ from jayrun.errors import (
 )
 
 # These end an execution whatever its policy says: trying again could only repeat them, or was not wanted.
-_TERMINAL = (RequestSequenceChanged, PlacementSignalSwallowed, PlacementTimeout, PlacementCancelled)
+_TERMINAL = (RequestSequenceChanged, PlacementSignalSwallowed, PlacementTimeout, PlacementDeadlock, PlacementCancelled)
 
 
 class FailureMode(StrEnum):

@@ -103,7 +103,7 @@ class Runtime:
             self._enter(job)
             data = job.step()
             while data is None:
-                data = job.step(_wait(job))
+                data = job.step(self._wait(job))
             return data
         except Exception as error:  # whatever the operator raised; it is raised again
             self._failed(error)
@@ -183,8 +183,12 @@ class Runtime:
         return self.ticket(submissions.submit(book, wanted))
 
     def ticket(self, execution_id: UUID | str) -> Ticket:
-        """The ticket of an execution that was submitted, by whomever. Raises ValueError for what is no id."""
-        return Ticket(self._service.book, self._service.host_id, UUID(str(execution_id)))
+        """The ticket of an execution that was submitted, by whomever. Raises ValueError for what is no whole id."""
+        try:
+            whole = UUID(str(execution_id))
+        except ValueError:
+            raise ValueError(f"execution_id must be a whole id, as Ticket.id is, not {execution_id!r}") from None
+        return Ticket(self._service.book, self._service.host_id, whole)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every release and finish of this process so far is committed; False after `timeout` seconds."""
@@ -245,6 +249,7 @@ class Runtime:
             if self._refusal is not None:
                 raise RuntimeClosed(self._refusal)
             self._jobs.add(job)
+            self._service.jobs.add(job)
 
     def _job(
         self,
@@ -269,6 +274,24 @@ class Runtime:
             timeout_seconds=_seconds(timeout),
             retry=retry,
         )
+
+    def _wait(self, job: Job) -> Resolution:
+        """Block this thread until the job's wait is resolved; an interrupt leaves nothing in the queue."""
+        resolved = threading.Event()
+        resolutions: list[Resolution] = []
+
+        def resolve(resolution: Resolution) -> None:
+            resolutions.append(resolution)
+            resolved.set()
+
+        try:
+            job.park(resolve)
+            with self._service.blocked():
+                resolved.wait()
+        except BaseException:  # Ctrl-C above all; it is raised again
+            job.abandon(resolutions[0] if resolutions else None)
+            raise
+        return resolutions[0]
 
     def _advance(self, job: Job, future: Future[Data], resolution: Resolution | None) -> None:
         """One step of a started job, in a thread of the pool."""
@@ -313,6 +336,7 @@ class Runtime:
     def _done(self, job: Job) -> None:
         with self._idle:
             self._jobs.discard(job)
+            self._service.jobs.discard(job)
             self._idle.notify_all()
 
 
@@ -322,24 +346,6 @@ def _own_book(settings: Settings) -> str:
     if found.kind != "url":
         schema.create_if_missing(found.url)
     return found.url
-
-
-def _wait(job: Job) -> Resolution:
-    """Block this thread until the job's wait is resolved; an interrupt leaves nothing in the queue."""
-    resolved = threading.Event()
-    resolutions: list[Resolution] = []
-
-    def resolve(resolution: Resolution) -> None:
-        resolutions.append(resolution)
-        resolved.set()
-
-    try:
-        job.park(resolve)
-        resolved.wait()
-    except BaseException:  # Ctrl-C above all; it is raised again
-        job.abandon(resolutions[0] if resolutions else None)
-        raise
-    return resolutions[0]
 
 
 def _seconds(timeout: object) -> float | None:

@@ -2,7 +2,8 @@
 
 It outlives Runtimes: data may keep a lease long after its Runtime was closed, and the release must still be told. It
 commits releases at once and again after an outage, runs a reconciler pass at each tick, and resolves the waits of the
-process. It holds a LISTEN connection only while something waits; what it hears is a hint, polling is the truth.
+process. It holds a LISTEN connection only while something waits or a resource is cached; what it hears is a hint,
+polling is the truth.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
@@ -27,7 +29,7 @@ from jayrun.errors import BookError, PlacementTimeout
 from jayrun.runtime import reconciler
 from jayrun.runtime.holds import Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.resources import Resources
-from jayrun.store import admission, executions, holders, leases, reclaim, schema
+from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
 from jayrun.store.leases import Finished
@@ -40,6 +42,7 @@ _OUTAGE_PAUSE_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
 _THREAD_PATIENCE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5  # how often a flush looks whether the thread is still there to do it
+_SOON_SECONDS = 10.0  # a caller whose timeout lets it go on so soon does not only wait
 
 Resolution = Claimed | News | PlacementTimeout
 
@@ -86,6 +89,10 @@ class Service:
         self._outage_since: float | None = None
         self.resources = Resources()
         self.runtimes = 0
+        self.jobs: set[object] = set()  # of all Runtimes, until they end
+        self._host_waits = False  # somebody waited on the host when this process last looked
+        self._blocked: set[threading.Thread] = set()
+        self._only_waited = False  # as the book was told
         # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit.
         Finalize(None, self.stop, exitpriority=100)
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
@@ -139,15 +146,33 @@ class Service:
         if self._outage_since is None and threading.current_thread() is not self._thread:
             self.flush(_FLUSH_SECONDS)
 
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether somebody waits on the host, as far as this process knows: its word is at most a tick old."""
+        return bool(self._waits) or self._host_waits
+
     def make_room(self) -> None:
-        """Tear down idle resources that stand in the way of a waiting unit of this process. Runs user code."""
-        with self._waits_lock:
-            wanted = [wait.requests for wait in self._waits.values() if wait.requests]
-        if wanted and self.resources.anything_idle():
-            try:
-                self.resources.make_room(self.book, self.host_id, wanted, lambda: self.flush(None))
-            except BookError as error:  # the next tick looks again
-                log.debug("could not look whether idle resources are in the way: %s", str(error))
+        """Flag which idle resources of the host stand in the way of somebody who waits, and tear down what is flagged
+        here. Runs user code."""
+        try:
+            while True:
+                self.resources.publish(self._impatient)
+                blockers.make_way(self._impatient, self.host_id)
+                if all(self.resources.tear_down(each) for each in self._flagged()):
+                    return
+                # Something is in use again: the book is told, and perhaps something else is flagged instead.
+        except BookError as error:  # the next tick looks again
+            log.debug("could not look whether idle resources are in the way: %s", str(error))
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """While this thread waits for one of its executions, and so drops nothing."""
+        thread = threading.current_thread()
+        self._blocked.add(thread)
+        try:
+            yield
+        finally:
+            self._blocked.discard(thread)
 
     def stop(self) -> None:
         """Flush and end the thread within two seconds; the holder leaves if it holds nothing any more.
@@ -178,14 +203,20 @@ class Service:
         while not self._stopping:
             tick = False
             try:
-                self._sleep(next_tick)
+                named = self._sleep(next_tick)
                 self._expire()
-                tick = time.monotonic() >= next_tick
+                # Only an answer of the book ends an outage, so it is asked each time.
+                tick = time.monotonic() >= next_tick or self._outage_since is not None
                 self._commit()
                 if tick:
-                    holders.beat(self._impatient, self.holder)
+                    self.resources.publish(self._impatient)
+                self._beat(tick=tick)
+                if tick:
                     reconciler.run_pass(self._impatient, self.host_id)
-                self._attend_waits(tick=tick)
+                    self._host_waits = leases.anybody_waits(self._impatient, self.host_id)
+                if (tick or named) and self._flagged():
+                    threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
+                self._attend_waits()
                 self._recovered()
             except BookError as error:
                 self._out_of_reach(error)
@@ -196,16 +227,19 @@ class Service:
                 next_tick = time.monotonic() + self.tick_seconds
         self._listener.close()
 
-    def _sleep(self, next_tick: float) -> None:
-        """Until something is enqueued, a notification or a deadline comes, or the tick is due."""
+    def _sleep(self, next_tick: float) -> bool:
+        """Until something is enqueued, a notification or a deadline comes, or the tick is due; whether this process was
+        named."""
         with self._waits_lock:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
         until = min([next_tick, *deadlines])
         if self._outage_since is not None:
             until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
+        named: set[str] = set()
         if not self.outbox.messages or self._outage_since is not None:
-            self._listener.wait(until - time.monotonic(), self.outbox.wake_reader)
+            named = self._listener.wait(until - time.monotonic(), self.outbox.wake_reader)
         self.outbox.drain_wakes()
+        return not named.isdisjoint((str(self.holder.id), "*"))
 
     def _expire(self) -> None:
         """Resolve the waits whose time is over; the book is told when it can be."""
@@ -232,7 +266,8 @@ class Service:
                         self._impatient, message.unit_id, state=message.state, failure=message.failure
                     )
             if self._settle(batch) or taken_back:
-                admission.combine(self._impatient, self.host_id)
+                self._host_waits = True
+                admission.combine(self._impatient, self.host_id, durable=True)
         except BaseException:  # nothing is forgotten, whatever came between
             messages.extendleft(reversed(batch))
             raise
@@ -253,6 +288,7 @@ class Service:
             self.holder.id,
             released=[(end.lease_id, end.epoch) for end in ends if end.used],
             returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
+            combining=True,
         )
         try:
             return settle(finished=finished)
@@ -262,13 +298,46 @@ class Service:
             log.exception("could not store how %d execution(s) ended; their leases end all the same", len(finished))
             return settle(finished=[Finished(each.execution_id, each.state) for each in finished])
 
-    def _attend_waits(self, *, tick: bool) -> None:
+    def _beat(self, *, tick: bool) -> None:
+        """Show life at each tick, and at once that this process no longer only waits."""
+        if not tick and not self._only_waited:
+            return
+        only_waits = self._only_waits()
+        if tick or not only_waits:
+            holders.beat(self._impatient, self.holder, only_waits=only_waits)
+            self._only_waited = only_waits
+
+    def _only_waits(self) -> bool:
+        """Whether this process drops nothing, and has dropped nothing untold, before one of its executions is served.
+
+        All of them wait, and so does every thread that might drop data, in `Runtime.run`. A thread that jayrun does not
+        know might drop anything at any time.
+        """
+        soon = time.monotonic() + _SOON_SECONDS
+        with self._waits_lock:
+            waits = list(self._waits.values())
+        return (
+            bool(waits)
+            and not self.outbox.messages
+            and all(wait.give_up_at is None or wait.give_up_at > soon for wait in waits)
+            and all(len(service.jobs) == len(service._waits) for service in list(_services.values()))
+            and all(thread in self._blocked or _only_serves(thread) for thread in threading.enumerate())
+        )
+
+    def _flagged(self) -> list[UUID]:
+        """The resources of this process that are to be torn down."""
+        cached = self.resources.ids()
+        return blockers.flagged(self._impatient, cached) if cached else []
+
+    def _attend_waits(self) -> None:
         with self._waits_lock:
             waits = dict(self._waits)
-        if not waits:
+        if not waits and not self.resources.ids():
             self._listener.close()
             return
         self._listener.open()
+        if not waits:
+            return
         told, woken = executions.news(self._impatient, list(waits))
         if woken:
             admission.combine(self._impatient, self.host_id)
@@ -280,9 +349,6 @@ class Service:
                     self._resolve(waits[news.id], claimed)
             else:
                 self._resolve(waits[news.id], news)
-        if tick and self._waits and self.resources.anything_idle():
-            # What others released meanwhile may make an idle resource the last thing in the way.
-            threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
 
     def _resolve(self, wait: Wait, resolution: Resolution) -> None:
         with self._waits_lock:
@@ -307,6 +373,11 @@ class Service:
         if self._outage_since is not None:
             log.warning("the book is back after %.0f s; releases were told", time.monotonic() - self._outage_since)
             self._outage_since = None
+
+
+def _only_serves(thread: threading.Thread) -> bool:
+    """Whether it is a service's thread, or one of a Runtime's, which do nothing while every execution waits."""
+    return thread.name.startswith(("jayrun-service", "jayrun-run"))
 
 
 _services: dict[str, Service] = {}

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from jayrun import kernel
+from jayrun import kernel, probes
 from jayrun.errors import BookError
 from jayrun.runtime import reconciler
-from jayrun.runtime.worker import CANNOT_IMPORT, END_AT_ONCE, FAILED_FAST
+from jayrun.runtime.worker import CANNOT_IMPORT, END_AT_ONCE, FAILED_FAST, FAILED_FAST_NOW
 from jayrun.settings import child_environment
 from jayrun.store import holders, submissions
 from jayrun.store.holders import Holder
@@ -71,7 +71,7 @@ class Supervisor:
         self._book = book
         self._host_id = host_id
         self._crew = crew
-        self._say = say
+        self._tell = say
         self._places = [_Place() for _ in range(crew.processes)]
         self._terms = 0  # how often it was told to end
         self._failed: str | None = None
@@ -88,6 +88,7 @@ class Supervisor:
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._told)
+        signal.signal(FAILED_FAST_NOW, self._told_of_failure)
         holder = holders.register(self._book, self._host_id, role="supervisor", label=self._crew.label)
         tick_seconds = self._book.tick_seconds()
         patient = self._book.with_patience(0)  # it has children to look after meanwhile
@@ -110,22 +111,29 @@ class Supervisor:
                 if self._collect():
                     next_tick = time.monotonic()  # what a dead worker held and ran is for others at once
         finally:
-            self._kill_rest()
+            os.close(self._leash_writer)  # whatever came between: workers that are left finish what they run, and go
             with contextlib.suppress(BookError):
                 holders.leave(patient, holder)
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._tell(line)
 
     # --- signals -----------------------------------------------------------------------------------------------------
 
     def _told(self, number: int, frame: object) -> None:
         self._terms += 1
 
+    def _told_of_failure(self, number: int, frame: object) -> None:
+        self._terms = max(self._terms, 1)
+
     def _obey(self, told: int) -> int:
         """Pass the orders on that came since the last look: first to drain, then to end at once, then to be killed."""
         while told < self._terms:
             told += 1
             alive = [place.process for place in self._places if place.process is not None]
-            if told == 1:
-                self._say(f"draining: {len(alive)} workers finish what they run, and take nothing new")
+            if told == 1 and alive:
+                self._say("draining: what runs is finished, nothing new is taken; a second signal gives it back")
                 if self._crew.drain_seconds is not None:
                     self._kill_at = time.monotonic() + self._crew.drain_seconds
             elif told == 2:
@@ -166,6 +174,7 @@ class Supervisor:
             pass_fds=(self._leash, ready),
             env=child_environment({"JAYRUN_DATABASE_URL": self._book.url}),
             stdin=subprocess.DEVNULL,
+            preexec_fn=_leave_the_terminal_to_the_supervisor,
         )
         os.close(ready)
         place.pidfd = os.pidfd_open(place.process.pid)
@@ -210,15 +219,15 @@ class Supervisor:
 
     def _attend(self, book: Book, holder: Holder) -> None:
         """The tick: show life, reconcile, and end workers that go on with what was cancelled long ago."""
-        pids = {place.process.pid: place for place in self._places if place.process is not None}
+        pids = [place.process.pid for place in self._places if place.process is not None]
         try:
             holders.beat(book, holder)
-            holders.attest(book, self._host_id, list(pids))
-            for pid, execution_id in submissions.overdue(book, self._host_id):
-                if (place := pids.get(pid)) is not None and place.process is not None:
-                    self._say(f"worker {pid} is killed: execution {execution_id} was cancelled and did not end")
-                    place.process.kill()
-                    place.process.wait()
+            holders.attest(book, self._host_id, pids)
+            # Of any supervisor: the one that started it may be gone.
+            for who, execution_id in submissions.overdue(book, self._host_id):
+                if kernel.kill(who):
+                    self._say(f"worker {who.pid} is killed: execution {execution_id} was cancelled and did not end")
+            probes.reach("supervisor.attending")
             reconciler.run_pass(book, self._host_id)
         except BookError as error:
             if not self._unreachable:
@@ -229,13 +238,6 @@ class Supervisor:
             self._say("the book is back")
         self._unreachable = False
 
-    def _kill_rest(self) -> None:
-        for place in self._places:
-            if place.process is not None:
-                place.process.kill()
-                place.process.wait()
-        os.close(self._leash_writer)
-
     def _sources(self) -> list[int]:
         ready = [place.ready.fileno() for place in self._places if place.ready is not None]
         return ready + [place.pidfd for place in self._places if place.pidfd >= 0]
@@ -243,6 +245,12 @@ class Supervisor:
     def _next_event(self, next_tick: float) -> float:
         starts = [place.start_at for place in self._places if place.process is None and not self._terms]
         return min([next_tick, *starts, *([] if self._kill_at is None else [self._kill_at])])
+
+
+def _leave_the_terminal_to_the_supervisor() -> None:
+    """In the child, from its first moment on: Ctrl-C and the end of the terminal are told to all of the group."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _described(code: int) -> str:

@@ -44,7 +44,9 @@ class Ticket:
         """
         found = self.wait(timeout)
         if not found.has_ended:
-            raise TimeoutError(f"execution {self.id} ({found.name}) is still {found.state} after {timeout:g} s")
+            raise TimeoutError(
+                f"execution {self.id} ({found.name}) is still {found.state} after {timeout:g} s; why() tells more"
+            )
         failure = found.failure or {}
         if found.state is ExecutionState.FAILED:
             told = f"{failure.get('type', 'it')}: {failure.get('message', 'failed')}"

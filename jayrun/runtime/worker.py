@@ -48,6 +48,9 @@ FAILED_FAST = 4
 END_AT_ONCE = signal.SIGUSR1
 """A second SIGTERM would be ambiguous: whoever ends a service may send the first one to the whole process group."""
 
+FAILED_FAST_NOW = signal.SIGUSR2
+"""Tells the supervisor that an execution failed, before the worker has ended."""
+
 _COMBINE_SECONDS = 0.05  # how often a busy worker looks whether somebody who waits should come before what is ready
 _OUTAGE_PAUSE_SECONDS = 1.0
 
@@ -100,6 +103,7 @@ class Worker:
         self._running = False
         self._failed = False
         self._combined_at = 0.0
+        self._unreachable = False
         self._wake_reader, self._wake_writer = os.pipe()
         for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
@@ -109,16 +113,18 @@ class Worker:
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._told_to_drain)
         signal.signal(END_AT_ONCE, self._told_to_end)
+        probes.reach("worker.registered")
         submissions.accept(self._book, self._service.holder.id, list(self._operators))
         done: Done | None = None
         with self._book.listen() as listener:
             while True:
                 if done is not None and (self._draining or kernel.readable(0, self._leash)):
                     self._drain()
+                idle = done is None and listener.is_open  # then it is told of what comes
                 taken, done = self._next(done), None
-                if taken is None and not self._draining:
+                if taken is None and not idle and not self._draining:
                     listener.open()
-                    taken = self._next(None)  # what came while nobody listened
+                    taken = self._next(None)  # what came while it was busy, or did not listen
                 if taken is not None:
                     done = self._execute(taken)
                 elif self._draining:
@@ -135,9 +141,13 @@ class Worker:
         """Tell how the last execution ended, as long as it takes, and take the next one if there is one."""
         while True:
             try:
-                return self._try_next(done)
+                taken = self._try_next(done)
+                self._unreachable = False
+                return taken
             except BookError as error:
-                log.warning("worker %d cannot reach the book and tries again: %s", os.getpid(), str(error))
+                if not self._unreachable:
+                    log.warning("the book is out of reach; trying again: %s", str(error))
+                self._unreachable = True
                 if self._draining and done is None:
                     return None
                 kernel.readable(_OUTAGE_PAUSE_SECONDS, self._wake_reader)
@@ -160,18 +170,20 @@ class Worker:
         """Until something may be there to take, the tick, or a signal."""
         give_up_at = time.monotonic() + self._service.tick_seconds
         own = {str(self._service.holder.id), WORKERS, "*"}
+        probes.reach("worker.idle")
         while (left := give_up_at - time.monotonic()) > 0:
             heard = listener.wait(left, self._wake_reader, self._leash)
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._wake_reader, 4096):
                     pass
             if kernel.readable(0, self._leash):
-                log.warning("the supervisor of worker %d is gone; it ends", os.getpid())
+                log.warning("its supervisor is gone; it ends")
                 self._draining = True
             if self._draining:
                 self._drain()
                 return
             if heard & own:
+                probes.reach("worker.woken")
                 return
 
     def _drain(self) -> None:
@@ -206,6 +218,7 @@ class Worker:
             collect_garbage()  # perhaps only a cycle of user code keeps them
         if self._service.owes:
             self._service.flush_if_reachable()
+        probes.reach("worker.parked" if done is None else "worker.ended")
         return done
 
     def _succeeded(self, taken: Taken, data: Data) -> Done:
@@ -221,6 +234,10 @@ class Worker:
 
     def _judge(self, taken: Taken, error: BaseException) -> Done:
         failure = stored(error) | {"attempt": taken.attempt, "host": kernel.host_name(), "pid": os.getpid()}
+        log.warning(
+            "%s %s failed in attempt %d of %d: %s: %s",
+            *(taken.name, taken.id, taken.attempt, taken.max_attempts, type(error).__name__, str(error)),
+        )
         again = taken.attempt < taken.max_attempts and allows_by_name(error, taken.retry_on)
         if again:
             policy = RetryPolicy(delay_seconds=taken.retry_seconds, backoff=taken.retry_backoff)
@@ -230,8 +247,10 @@ class Worker:
             )
         cancelled = isinstance(error, PlacementCancelled)
         if self._fail_fast and not cancelled:
-            log.error("execution %s (%s) failed, and this worker fails fast: %s", taken.id, taken.name, error)
+            log.error("this worker fails fast, and takes nothing new")
             self._failed = self._draining = True
+            if not kernel.readable(0, self._leash):
+                os.kill(os.getppid(), FAILED_FAST_NOW)
         state = ExecutionState.CANCELLED if cancelled else ExecutionState.FAILED
         return Done(id=taken.id, claim=taken.claim, state=state, failure=failure)
 
@@ -256,8 +275,6 @@ def main(arguments: Sequence[str]) -> int:
     """The program of a worker process: one JSON argument from its supervisor. Returns its exit code."""
     told = json.loads(arguments[0])
     logging.basicConfig(format="jayrun worker %(process)d: %(message)s", level=logging.INFO)
-    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends these to all; the supervisor answers
-        signal.signal(number, signal.SIG_IGN)
     settings = Settings.load()
     probes.arm_from_settings(settings.probes)
     sys.path.insert(0, os.getcwd())  # modules are found as `python -m` finds them

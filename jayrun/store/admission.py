@@ -7,6 +7,7 @@ releases and then combines hands the capacity on in the same breath.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -23,6 +24,8 @@ from jayrun.store.picture import Picture, load
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
+# Reading and judging a waiter costs more than all else behind the gate, and most passes serve one or two.
+_FEW = 2
 _LAST_IN_LINE = 2**62  # the age of an ask whose number is not drawn yet: younger than everyone in the queue
 
 
@@ -140,6 +143,10 @@ def reserve(book: Book, ask: Ask) -> Outcome:
         if outcome.more:  # so many were served before it that the batch never reached it
             combine(book, host_id)
         outcome = _try_reserve(book, ask, judged=True)
+    if isinstance(outcome.answer, Granted):
+        probes.reach("reserve.granted")
+    elif isinstance(outcome.answer, Parked):
+        probes.reach("reserve.parked")
     # A release that raced with a park did not see it, so the park looks for the release.
     if outcome.more or (isinstance(outcome.answer, Parked) and leases.anything_to_fold(book, host_id)):
         combine(book, host_id)
@@ -148,23 +155,25 @@ def reserve(book: Book, ask: Ask) -> Outcome:
     return outcome.answer
 
 
-def combine(book: Book, host_id: int) -> int:
+def combine(book: Book, host_id: int, *, durable: bool = False) -> int:
     """Fold what was released on the host and admit everyone who fits now; returns how many units were admitted.
 
     One transaction admits at most the book's `grants_per_batch`, so that the gate is never held long; as many follow as
-    it takes.
+    it takes. With `durable`, what this process committed before is flushed even if nobody is admitted.
     """
 
     def unit(gate: Gate) -> tuple[int, bool]:
-        picture = load(gate, host_id)
+        picture = load(gate, host_id, of_each=_FEW)
         probes.reach("combine.loaded")
         changes = Changes(host_id)
-        decided = _decide(picture, host_id)
+        decided = _decide(gate, picture, host_id)
         _admit_units(changes, picture, decided, host_id)
-        changes.write(gate, decided)
+        changes.write(gate, decided, durable=durable)
         return len(decided.grants), _is_full(picture, decided)
 
     admitted, more = book.gated(unit)
+    if admitted:
+        probes.reach("combine.admitted")
     return admitted + combine(book, host_id) if more else admitted
 
 
@@ -182,11 +191,11 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     slot = (asker.id, ask.position, ask.asker.invocation)
 
     def unit(gate: Gate) -> _Tried:
-        picture = load(gate, asker.host_id, slot)
+        picture = load(gate, asker.host_id, slot, of_each=_FEW)
         probes.reach("reserve.loaded")
         changes = Changes(asker.host_id)
         if (known := _known(book, picture, asker)) is not None:
-            decided = _decide(picture, asker.host_id)
+            decided = _decide(gate, picture, asker.host_id)
             _admit_units(changes, picture, decided, asker.host_id)
             changes.write(gate, decided, durable=True)  # what the earlier try committed may not be flushed yet
             return _Tried(known)
@@ -199,7 +208,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
             recorded=tuple(request for member in ask.unit for request in member.recorded),
             shape="",  # no waiter has this shape: the ask is judged by itself
         )
-        decided = _decide(picture, asker.host_id, waiter)
+        decided = _decide(gate, picture, asker.host_id, waiter)
         reason = decided.impossible.get(asker.id)
         own = next((grant for grant in decided.grants if grant.id == asker.id), None)
         lease_id = None
@@ -241,7 +250,29 @@ def _known(book: Book, picture: Picture, asker: Execution) -> Outcome | None:
     return None
 
 
-def _decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admission:
+def _decide(gate: Gate, picture: Picture, host_id: int, ask: Waiter | None = None) -> Admission:
+    """Let the rules decide on a picture with few waiters of each shape; more are read when it may depend on them."""
+    decided = decide(picture, host_id, ask)
+    if _is_full(picture, decided) or not _depends_on_more(picture, decided):
+        return decided
+    whole = load(gate, host_id)
+    picture.units, picture.workers = whole.units, whole.workers
+    return decide(picture, host_id, ask)
+
+
+def _depends_on_more(picture: Picture, decided: Admission) -> bool:
+    """Whether equals of the waiters that were read, behind them, may be served too, or have to be kept for.
+
+    Not where one that was read is refused and may still be bypassed: those behind it were not bypassed more often.
+    """
+    gone = {grant.id for grant in decided.grants} | decided.impossible.keys()
+    passes = Counter(bypass.shape for bypass in decided.bypasses)
+    waiters = [unit.waiter for unit in picture.units.values() if unit.waiter.id not in gone]
+    settled = {each.shape for each in waiters if each.bypassed + passes[each.shape] < picture.bypass_limit}
+    return not picture.cut <= settled
+
+
+def decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admission:
     """Let the rules decide; dead processes are left out, waiters and workers (the next sweep ends them)."""
     while True:
         waiters = [unit.waiter for unit in picture.units.values()]
@@ -253,9 +284,9 @@ def _decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admiss
             workers={host_id: [worker for worker, _ in picture.workers.values()]},
         )
         chosen = [unit for grant in decided.grants if (unit := picture.units.get(grant.id)) is not None]
-        dead = [unit for unit in chosen if unit.incarnation is not None and _is_dead(unit.incarnation)]
+        dead = [unit for unit in chosen if unit.incarnation is not None and is_dead(unit.incarnation)]
         workers = [grant.worker for grant in decided.grants if grant.worker is not None]
-        dead_workers = [worker for worker in workers if _is_dead(picture.workers[worker][1])]
+        dead_workers = [worker for worker in workers if is_dead(picture.workers[worker][1])]
         if not dead and not dead_workers:
             return decided
         for unit in dead:
@@ -264,7 +295,7 @@ def _decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admiss
             del picture.workers[worker]
 
 
-def _is_dead(incarnation: Incarnation) -> bool:
+def is_dead(incarnation: Incarnation) -> bool:
     return kernel.verdict(incarnation) is Verdict.DEAD
 
 

@@ -105,7 +105,7 @@ def find_host(book: Book, name: str) -> int:
         if len(rows) != 1 and (not rows or rows[0][1] != name):
             known = ", ".join(f"{row[0]} ({row[1]})" for row in pg.execute(_HOSTS).fetchall()) or "none yet"
             several = "several hosts are" if rows else "no host in the book is"
-            raise UnknownHost(f"{several} called {name!r}; there are: {known}")
+            raise UnknownHost(f"{several} called {name!r}; by name (identity) there are: {known}")
         return int(rows[0][0])
 
     return book.written(unit)

@@ -12,7 +12,7 @@ from psycopg.types.json import Jsonb
 
 from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store.leases import Lease, leases_of_unit
+from jayrun.store.leases import LEASES_OF_UNIT, Lease, read_row
 from jayrun.store.texts import plain_failure
 from jayrun.store.transactions import Book
 
@@ -90,9 +90,11 @@ def news(book: Book, waiting: Sequence[UUID]) -> tuple[list[News], bool]:
     """Which of these executions wait no longer; and whether one was dormant and is awake now (then combine)."""
 
     def unit(pg: PgConnection[Any]) -> tuple[list[News], bool]:
-        woken = pg.execute(_WAKE, (list(waiting),)).fetchall()
-        rows = pg.execute(_NEWS, (list(waiting),)).fetchall()
-        return [News(row[0], ExecutionState(row[1]), row[2]) for row in rows], bool(woken)
+        with pg.pipeline():  # one round trip
+            woken = pg.execute(_WAKE, (list(waiting),))
+            found = pg.execute(_NEWS, (list(waiting),))
+        told = [News(row[0], ExecutionState(row[1]), row[2]) for row in found.fetchall()]
+        return told, bool(woken.fetchall())
 
     return book.written(unit)
 
@@ -105,13 +107,15 @@ def claim(book: Book, unit_id: UUID) -> Claimed | None:
     """
 
     def unit(pg: PgConnection[Any]) -> Claimed | None:
-        pg.execute(_CLAIM, (unit_id,))
+        with pg.pipeline():  # one round trip, one transaction
+            pg.execute(_CLAIM, (unit_id,))
+            claimed = pg.execute(_CLAIMED, (unit_id,))
+            leases = pg.execute(LEASES_OF_UNIT, (unit_id,))
         probes.reach("claim.updated")
-        rows = pg.execute(_CLAIMED, (unit_id,)).fetchall()
-        if not rows:
+        members = {row[0]: (row[1], row[2]) for row in claimed.fetchall()}
+        if not members:
             return None
-        members = {row[0]: (row[1], row[2]) for row in rows}
-        granted = [lease for lease in leases_of_unit(pg, unit_id) if lease.execution_id in members]
+        granted = [lease for lease in map(read_row, leases.fetchall()) if lease.execution_id in members]
         return Claimed(members, tuple(granted))
 
     return book.written(unit)
@@ -125,6 +129,7 @@ def return_unclaimed(book: Book, host_id: int) -> int:
         for unit_id in overdue:
             with pg.transaction():
                 pg.execute(_SILENCE_WORKER, (unit_id,))
+                probes.reach("unclaimed.returning")
                 _return_leases(pg, pg.execute(_PARK_AGAIN, (unit_id,)).fetchall())
         return len(overdue)
 

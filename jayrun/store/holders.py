@@ -16,12 +16,13 @@ from jayrun.store.ids import new_id
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book
 
-# The host whose boot id is mine is mine, however it is called now; else the one with my machine id.
+# The host whose boot id is mine is mine, however it is called now; else the one with my machine id. (Where several ids
+# were given to one machine, the one that was not.)
 _FIND_HOST = """
-SELECT id FROM jayrun.hosts WHERE %(explicit)s::text IS NULL AND boot_id = %(boot_id)s
-UNION ALL
-SELECT id FROM jayrun.hosts WHERE identity = coalesce(%(explicit)s, %(machine_id)s)
-LIMIT 1
+SELECT id FROM jayrun.hosts
+WHERE CASE WHEN %(explicit)s::text IS NULL THEN boot_id = %(boot_id)s OR identity = %(machine_id)s
+           ELSE identity = %(explicit)s END
+ORDER BY boot_id = %(boot_id)s DESC, identity = %(machine_id)s DESC, id LIMIT 1
 """
 _ATTEST_HOST = """
 UPDATE jayrun.hosts SET name = %s, boot_id = %s, seen_at = clock_timestamp() WHERE id = %s
@@ -34,7 +35,7 @@ _ADD_HOLDER = """
 INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_ticks, user_name, label, command, role)
 VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
 """
-_BEAT = "UPDATE jayrun.holders SET seen_at = clock_timestamp() WHERE id = %s AND state = 'alive'"
+_BEAT = "UPDATE jayrun.holders SET seen_at = clock_timestamp(), only_waits = %s WHERE id = %s AND state = 'alive'"
 _ATTEST = """
 UPDATE jayrun.holders SET seen_at = clock_timestamp()
 WHERE id IN (SELECT id FROM jayrun.holders WHERE host_id = %s AND state = 'alive' AND role = 'worker' AND boot_id = %s
@@ -91,11 +92,14 @@ def register(
     return holder
 
 
-def beat(book: Book, holder: Holder) -> None:
-    """Show life: the holder's and its host's `seen_at`. Nothing is ever judged by it where the kernel can be asked."""
+def beat(book: Book, holder: Holder, *, only_waits: bool = False) -> None:
+    """Show life: the holder's and its host's `seen_at`. Nothing is ever judged by it where the kernel can be asked.
+
+    `only_waits`: the process will drop nothing before one of its executions is served, all of which wait.
+    """
 
     def unit(pg: PgConnection[Any]) -> None:
-        pg.execute(_BEAT, (holder.id,))
+        pg.execute(_BEAT, (only_waits, holder.id))
         pg.execute(_AWAKE, (holder.id,))
         pg.execute(_BEAT_HOST, (holder.host_id,))
 

@@ -11,6 +11,7 @@ from uuid import UUID
 from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
 
+from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store.texts import plain_failure, rendered
 from jayrun.store.transactions import Book
@@ -46,6 +47,7 @@ FROM jsonb_to_recordset(%s::jsonb) AS x (id uuid, state text, failure jsonb, att
 WHERE e.id = x.id AND e.state = 'running'
 """
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
+_ANYBODY_WAITS_OR_FLUSH = "SELECT jayrun.anybody_waits_or_flush(%s)"
 # Whoever parks looks for unfolded releases after its own commit. So of a release and a park that race, at least one
 # sees the other, and that one combines.
 _ANYTHING_TO_FOLD = """
@@ -62,7 +64,10 @@ FROM jayrun.leases l JOIN jayrun.executions e ON e.id = l.execution_id
 JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id
 WHERE {} GROUP BY l.id, e.id ORDER BY e.id = e.unit_id, e.age, l.position
 """
-_LEASES_OF_UNIT = _LEASE.format("e.unit_id = %s AND l.invocation = e.invocation AND l.ended_at IS NULL")
+LEASES_OF_UNIT = _LEASE.format(
+    "e.unit_id = %s AND e.state = 'running' AND l.invocation = e.invocation AND l.ended_at IS NULL"
+)
+"""The live leases that a unit's running executions have for this invocation, in the order of the sequence."""
 _LEASE_BY_ID = _LEASE.format("l.id = %s")
 
 
@@ -93,13 +98,17 @@ def settle(
     released: Named = (),
     returned: Named = (),
     finished: Sequence[Finished] = (),
+    combining: bool = False,
 ) -> bool:
     """Let the holder leave leases that were used (`released`) or never were (`returned`), and record how executions
     ended; one durable commit. Returns whether somebody waits on the host: then combine.
 
-    What was settled before, also by a reclaim, and what names a wrong epoch changes nothing.
+    With `combining` it is durable only if nobody waits: else the caller combines at once, durably, and the one flush
+    covers both. What was settled before, also by a reclaim, and what names a wrong epoch changes nothing.
     """
     statements, parameters = ["BEGIN"], []
+    if combining:
+        statements.append("SET LOCAL synchronous_commit = off")
     for reason, leases in (("released", released), ("returned", returned)):
         if leases:
             ids, epochs = zip(*sorted(leases), strict=True)
@@ -118,13 +127,15 @@ def settle(
         ]
         parameters.append(json.dumps(ends))
     # The look whether somebody waits is a transaction of its own in the same message: it needs a later snapshot.
-    statements += ["COMMIT", _ANYBODY_WAITS]
+    statements += ["COMMIT", _ANYBODY_WAITS_OR_FLUSH if combining else _ANYBODY_WAITS]
     parameters.append(host_id)
     message = rendered("; ".join(statements), parameters)
 
     def unit(pg: PgConnection[Any]) -> bool:
         cursor = ClientCursor(pg)
+        probes.reach("settle.telling")
         cursor.execute(message)
+        probes.reach("settle.told")
         cursor.set_result(-1)
         [(somebody_waits,)] = cursor.fetchall()
         return bool(somebody_waits)
@@ -142,15 +153,11 @@ def anything_to_fold(book: Book, host_id: int) -> bool:
     return bool(book.value(_ANYTHING_TO_FOLD, (host_id,)))
 
 
-def leases_of_unit(pg: PgConnection[Any], unit_id: UUID) -> list[Lease]:
-    """The live leases that the unit's executions have for their present invocation, in the order of the sequence."""
-    return [_lease(row) for row in pg.execute(_LEASES_OF_UNIT, (unit_id,)).fetchall()]
-
-
 def read_lease(book: Book, lease_id: UUID) -> Lease:
     """The lease `lease_id`, which exists."""
-    return book.written(lambda pg: _lease(pg.execute(_LEASE_BY_ID, (lease_id,)).fetchall()[0]))
+    return book.written(lambda pg: read_row(pg.execute(_LEASE_BY_ID, (lease_id,)).fetchall()[0]))
 
 
-def _lease(row: tuple[Any, ...]) -> Lease:
+def read_row(row: tuple[Any, ...]) -> Lease:
+    """The lease of one row of `LEASES_OF_UNIT`."""
     return Lease(row[0], row[1], row[2], row[3], tuple(LeasedShare(*share) for share in zip(*row[4:], strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,6 +33,7 @@ class WaitingUnit:
 class Picture:
     """One host behind the gate; `hosts` are those that a unit without a host may run on, 0 for all others together.
 
+    `units` are the first waiters of every shape; of the shapes in `cut` perhaps not all that an admission may serve.
     `own_state`, `own_holder` and `own_lease` answer for the slot that was asked about, if any.
     """
 
@@ -39,6 +41,7 @@ class Picture:
     uuids: dict[int, str | None]
     hosts: tuple[int, ...]
     units: dict[UUID, WaitingUnit]
+    cut: frozenset[str]
     workers: dict[UUID, tuple[Worker, Incarnation]]
     bypass_limit: int
     batch: int
@@ -53,19 +56,24 @@ _ELSEWHERE = 0  # a host without devices to show, so nobody is told that it coul
 _DEVICES = {str(device): device for device in Device}
 _STATES = {str(state): state for state in DeviceState}
 
-_LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s)"
+_LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s, %s)"
 
 
-def load(gate: Gate, host_id: int, slot: Slot | None = None) -> Picture:
-    """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot`."""
-    [row] = gate.execute(_LOAD, (host_id, *(slot or (None, None, None))))
+def load(gate: Gate, host_id: int, slot: Slot | None = None, *, of_each: int | None = None) -> Picture:
+    """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot`.
+
+    Of every shape at most `of_each` waiters are read (None: as many as one admission may serve).
+    """
+    [row] = gate.execute(_LOAD, (host_id, of_each, *(slot or (None, None, None))))
     bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_holder, own_lease = row
     hosts = (host_id, _ELSEWHERE) if elsewhere else (host_id,)
+    shapes = Counter(unit[4] for unit in waiters or ())
     return Picture(
         devices=[booked_device(host_id, device) for device in devices or ()],
         uuids={device[0]: device[10] for device in devices or ()},
         hosts=hosts,
         units={UUID(unit[0]): _waiting_unit(hosts, unit) for unit in waiters or ()},
+        cut=frozenset(shape for shape, number in shapes.items() if number == of_each),
         workers={
             UUID(each[0]): (Worker(UUID(each[0]), frozenset(each[1])), Incarnation(*each[2:])) for each in workers or ()
         },

@@ -48,9 +48,9 @@ UPDATE jayrun.executions e SET
     host_id = CASE WHEN n.state IN ('failed', 'cancelled') THEN e.host_id ELSE e.pinned_host_id END,
     failure = CASE WHEN n.crashed THEN jsonb_build_object(
         'type', 'WorkerDied',
-        'message', format('its worker process ended while it ran it, %%s times now', e.crashes + 1),
+        'message', format('its worker process ended while it ran it (crash %%s of %%s)', e.crashes + 1, n.crash_limit),
         'attempt', e.attempt, 'host', h.name, 'pid', o.pid, 'at', clock_timestamp()) ELSE e.failure END
-FROM (SELECT x.id, x.id = x.unit_id AND x.state = 'running' AND x.cancelled_at IS NULL AND %s AS crashed,
+FROM (SELECT x.id, s.crash_limit, x.id = x.unit_id AND x.state = 'running' AND x.cancelled_at IS NULL AND %s AS crashed,
              CASE WHEN x.cancelled_at IS NOT NULL THEN 'cancelled'
                   WHEN x.state = 'admitted' THEN 'waiting'
                   WHEN x.id <> x.unit_id THEN 'cancelled'
@@ -120,6 +120,7 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
     pg.execute(_END_EXECUTIONS, (holder_id,))
     crashed = reason == "dead"
     pg.execute(_FREE_EXECUTIONS, (crashed, crashed, holder_id))
+    probes.reach("holder.freed")
     pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")
     with pg.transaction():

@@ -15,17 +15,19 @@ from jayrun import kernel, probes
 from jayrun.domain.checks import whole_number
 from jayrun.domain.documents import to_json
 from jayrun.domain.lifecycle import TERMINAL, ExecutionState
+from jayrun.domain.liveness import Incarnation
 from jayrun.domain.requests import Request
-from jayrun.errors import ExecutionNotDetached, KeyTaken, UnknownId
+from jayrun.errors import KeyTaken, NotRetryable, UnknownId
 from jayrun.store import executions
 from jayrun.store.executions import Claimed
 from jayrun.store.ids import new_id
-from jayrun.store.leases import leases_of_unit
+from jayrun.store.leases import LEASES_OF_UNIT, read_row
 from jayrun.store.requests import from_row
 from jayrun.store.texts import plain, plain_failure, rendered
 from jayrun.store.transactions import Book
 
-# Of two with one key the first stays. The look whether a worker is idle comes after the commit (see next_execution).
+# Of two with one key the first stays. The look whether a worker is idle comes after the commit (see
+# wake_workers).
 _SUBMIT = """
 BEGIN;
 INSERT INTO jayrun.executions (id, kind, detached, name, unit_id, host_id, pinned_host_id, state, priority, key, inputs,
@@ -33,7 +35,7 @@ INSERT INTO jayrun.executions (id, kind, detached, name, unit_id, host_id, pinne
 VALUES (%s, 'operator', true, %s, %s, %s, %s, 'ready', %s, %s, %s::jsonb, %s, %s::text[], %s, %s, %s, %s)
 ON CONFLICT DO NOTHING;
 COMMIT;
-SELECT jayrun.wake_workers(%s)
+SELECT jayrun.wake_workers(%s, %s)
 """
 _BY_KEY = """
 SELECT id, name, inputs, priority, pinned_host_id, max_attempts, retry_on, retry_seconds, retry_backoff,
@@ -41,15 +43,17 @@ SELECT id, name, inputs, priority, pinned_host_id, max_attempts, retry_on, retry
 FROM jayrun.executions WHERE id = %s OR key = %s
 """
 _NEXT = "SELECT * FROM jayrun.next_execution(%s, %s::jsonb, %s)"
+_PASS_ON = "SELECT jayrun.pass_on(%s)"
 # The unit that was admitted together; without a wait there is only the head, with what it recorded in earlier tries.
-_MEMBERS = """
-SELECT m.id, m.name, m.invocation, m.age, m.inputs FROM jayrun.executions m JOIN jayrun.executions head ON head.id = %s
+_UNIT = """
+jayrun.executions m JOIN jayrun.executions head ON head.id = %s
 WHERE m.unit_id = head.id AND m.state = 'running' AND (m.id = head.id OR m.admitted_at = head.admitted_at)
 """
-_RECORDED = """
+_MEMBERS = f"SELECT m.id, m.name, m.invocation, m.age, m.inputs FROM {_UNIT}"
+_RECORDED = f"""
 SELECT execution_id, device, backend, is_group, min_devices, max_devices, prefer_max_devices, group_bytes,
        per_device_bytes, exclusive, device_id
-FROM jayrun.placement_requests WHERE execution_id = ANY (%s) ORDER BY execution_id, position
+FROM jayrun.placement_requests WHERE execution_id IN (SELECT m.id FROM {_UNIT}) ORDER BY execution_id, position
 """
 _ACCEPT = "UPDATE jayrun.holders SET operators = %s, silent = false WHERE id = %s AND state = 'alive'"
 _LOOK = """
@@ -71,11 +75,13 @@ _TELL = "SELECT pg_notify('jayrun', %s)"
 _RETRY = """
 UPDATE jayrun.executions SET state = 'ready', attempt = 1, crashes = 0, not_before = NULL, cancelled_at = NULL,
     ended_at = NULL, holder_id = NULL, host_id = pinned_host_id, result = NULL, result_kind = NULL
-WHERE id = %s AND detached AND id = unit_id AND state IN ('failed', 'cancelled') RETURNING name
+WHERE id = %s AND detached AND id = unit_id AND state IN ('failed', 'cancelled') RETURNING name, pinned_host_id
 """
+_KNOWN = "SELECT DISTINCT unnest(operators) FROM jayrun.holders WHERE state = 'alive' AND role = 'worker' ORDER BY 1"
 # Workers that still run what was cancelled too long ago; their supervisor ends them.
 _OVERDUE = """
-SELECT o.pid, e.id FROM jayrun.executions e JOIN jayrun.holders o ON o.id = e.holder_id, jayrun.settings s
+SELECT o.boot_id, o.pid_namespace, o.pid, o.start_ticks, e.id
+FROM jayrun.executions e JOIN jayrun.holders o ON o.id = e.holder_id, jayrun.settings s
 WHERE e.state = 'running' AND e.detached AND o.host_id = %s AND o.role = 'worker' AND o.state = 'alive'
   AND e.cancelled_at < clock_timestamp() - make_interval(secs => s.cancel_seconds)
 """
@@ -205,7 +211,8 @@ def submit(book: Book, wanted: Submission) -> UUID:
     values = (
         *(execution_id, plain(wanted.name), execution_id, wanted.host_id, wanted.host_id, wanted.priority),
         *(wanted.key, wanted.inputs, wanted.max_attempts, list(wanted.retry_on), wanted.retry_seconds),
-        *(wanted.retry_backoff, kernel.user_name(), plain(wanted.label), wanted.name),
+        *(wanted.retry_backoff, kernel.user_name(), plain(wanted.label)),
+        *(wanted.name, wanted.host_id),
     )
     message = rendered(_SUBMIT, values)
 
@@ -263,7 +270,13 @@ def take(book: Book, worker_id: UUID, done: Done | None = None, *, before_waitin
         row = pg.execute(_NEXT, (worker_id, told, before_waiting)).fetchone()
         assert row is not None
         finished, waits, taken = row
-        probes.reach("take.committed")
+        if finished:
+            probes.reach("take.finished")
+        if taken is not None:
+            probes.reach("take.claimed")
+        # It was idle, and perhaps woken; whoever wakes workers wakes one, and saw it idle until this commit.
+        if done is None and taken is not None and taken["was_ready"]:
+            pg.execute(_PASS_ON, (worker_id,))
         return Next(finished, waits, None if taken is None else _taken(pg, taken))
 
     return book.written(unit)
@@ -275,10 +288,14 @@ def _taken(pg: PgConnection[Any], row: dict[str, Any]) -> Taken:
     recorded: dict[UUID, list[Request]] = {}
     leases = []
     if row["claim"] > 1 or row["has_waited"]:  # else it is new, and there is nothing else to read
-        described = pg.execute(_MEMBERS, (head,)).fetchall()
-        for each in pg.execute(_RECORDED, ([member[0] for member in described],)).fetchall():
+        with pg.pipeline():  # one round trip
+            found = pg.execute(_MEMBERS, (head,))
+            requests = pg.execute(_RECORDED, (head,))
+            granted = pg.execute(LEASES_OF_UNIT, (head,))
+        described = found.fetchall()
+        for each in requests.fetchall():
             recorded.setdefault(each[0], []).append(from_row(each[1:]))
-        leases = leases_of_unit(pg, head)
+        leases = [read_row(each) for each in granted.fetchall()]
     members = tuple(
         Member(
             id=each[0],
@@ -356,26 +373,32 @@ def cancel(book: Book, execution_id: UUID, *, who: str) -> Look:
 def retry(book: Book, execution_id: UUID) -> Look:
     """Let an execution that failed or was cancelled be run again, its attempts counted anew.
 
-    What it recorded stays recorded. Raises `UnknownId`, and `ExecutionNotDetached` for one that lived in a process.
-    Nothing changes for one that has not ended; one that succeeded is refused with ValueError.
+    What it recorded stays recorded. Raises `UnknownId`, and `NotRetryable` for one that lived in a process or
+    has succeeded. Nothing changes for one that has not ended.
     """
     found = look(book, execution_id)
     if not found.detached or found.unit_id != found.id:
-        raise ExecutionNotDetached(
+        raise NotRetryable(
             f"execution {execution_id} ({found.name}) belonged to a process and cannot be run by a worker: "
             "only submitted ones can be retried"
         )
     if found.state is ExecutionState.SUCCEEDED:
-        raise ValueError(f"execution {execution_id} ({found.name}) has succeeded; submit it again to run it again")
+        raise NotRetryable(f"execution {execution_id} ({found.name}) has succeeded; submit it again to run it again")
 
     def unit(pg: PgConnection[Any]) -> None:
         if (row := pg.execute(_RETRY, (execution_id,)).fetchone()) is not None:
-            pg.execute("SELECT jayrun.wake_workers(%s)", (row[0],))
+            pg.execute("SELECT jayrun.wake_workers(%s, %s)", row)
 
     book.written(unit)
     return look(book, execution_id)
 
 
-def overdue(book: Book, host_id: int) -> list[tuple[int, UUID]]:
-    """Workers of the host that go on with an execution long after it was cancelled: pid, and the execution."""
-    return book.written(lambda pg: [(row[0], row[1]) for row in pg.execute(_OVERDUE, (host_id,)).fetchall()])
+def overdue(book: Book, host_id: int) -> list[tuple[Incarnation, UUID]]:
+    """Workers of the host that go on with an execution long after it was cancelled, and the execution."""
+    rows = book.written(lambda pg: pg.execute(_OVERDUE, (host_id,)).fetchall())
+    return [(Incarnation(*row[:4]), row[4]) for row in rows]
+
+
+def known_operators(book: Book) -> list[str]:
+    """The operators that running workers know, sorted."""
+    return [row[0] for row in book.written(lambda pg: pg.execute(_KNOWN).fetchall())]

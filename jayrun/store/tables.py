@@ -92,6 +92,7 @@ holders = Table(
     Column("role", Text, nullable=False),
     Column("operators", ARRAY(Text)),
     Column("silent", Boolean, nullable=False, server_default=text("false")),
+    Column("only_waits", Boolean, nullable=False, server_default=text("false")),
     Column("state", Text, nullable=False, server_default="alive"),
     Column("registered_at", INSTANT, nullable=False, server_default=NOW),
     Column("seen_at", INSTANT, nullable=False, server_default=NOW),
@@ -143,6 +144,8 @@ executions = Table(
     Column("claimed_at", INSTANT),
     Column("ended_at", INSTANT),
     Column("waited_seconds", Double, nullable=False, server_default="0"),
+    Column("idle_since", INSTANT),
+    Column("flagged_at", INSTANT),
 )
 Index("executions_key", executions.c.key, unique=True, postgresql_where=executions.c.key.is_not(None))
 Index(
@@ -173,7 +176,7 @@ Index(
     unique=True,
     postgresql_where=text("detached AND id = unit_id AND state IN ('admitted', 'running')"),
 )
-Index("executions_unit", executions.c.unit_id, postgresql_where=text("state IN ('waiting', 'admitted')"))
+Index("executions_unit", executions.c.unit_id, postgresql_where=text("state IN ('running', 'waiting', 'admitted')"))
 Index("executions_held", executions.c.holder_id, postgresql_where=text("state IN ('running', 'waiting', 'admitted')"))
 
 placement_requests = Table(

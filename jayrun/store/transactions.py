@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -91,6 +92,10 @@ class Listener:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._connection: PgConnection[Any] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None
 
     def open(self) -> None:
         """Connect if it is not; a look at the book after this misses nothing that is told later."""
@@ -232,6 +237,9 @@ class Book:
                     raise denied(self.url, error) from error
                 if not is_lost(error):
                     raise
+                # It refers to itself by its frames: until the collector came by it would keep the locals of all callers
+                # too, and with them a user's data.
+                traceback.clear_frames(error.__traceback__)
                 now = time.monotonic()
                 give_up_at = give_up_at or now + self.patience_seconds
                 if now + pause_seconds > give_up_at:

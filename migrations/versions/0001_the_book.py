@@ -84,6 +84,7 @@ CREATE TABLE jayrun.holders (
     role           text NOT NULL CHECK (role IN ('runtime', 'command', 'worker', 'supervisor')),
     operators      text[] CHECK ((operators IS NOT NULL) <= (role = 'worker')),
     silent         boolean NOT NULL DEFAULT false,
+    only_waits     boolean NOT NULL DEFAULT false,
     state          text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'ended')),
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -95,6 +96,8 @@ CREATE INDEX holders_alive ON jayrun.holders (host_id) WHERE state = 'alive';
 COMMENT ON COLUMN jayrun.holders.operators IS 'The operators that a worker takes now; none while it starts or drains';
 COMMENT ON COLUMN jayrun.holders.silent IS
     'A worker that did not claim a grant in time: it gets none until it shows life';
+COMMENT ON COLUMN jayrun.holders.only_waits IS
+    'Nothing happens in it, and it drops nothing, before one of its executions is served';
 
 CREATE SEQUENCE jayrun.ages;
 CREATE TABLE jayrun.executions (
@@ -138,6 +141,8 @@ CREATE TABLE jayrun.executions (
     claimed_at     timestamptz,
     ended_at       timestamptz,
     waited_seconds double precision NOT NULL DEFAULT 0 CHECK (waited_seconds >= 0),
+    idle_since     timestamptz CHECK (idle_since IS NULL OR kind = 'resource'),
+    flagged_at     timestamptz CHECK (flagged_at IS NULL OR idle_since IS NOT NULL),
     CHECK ((state IN ('succeeded', 'failed', 'cancelled')) = (ended_at IS NOT NULL)),
     CHECK ((state = 'waiting') = (waiting_since IS NOT NULL)),
     CHECK (state <> 'waiting' OR id <> unit_id OR shape IS NOT NULL),
@@ -152,7 +157,7 @@ CREATE INDEX executions_waiting_for_workers ON jayrun.executions (name, priority
 CREATE INDEX executions_ready ON jayrun.executions (name, priority DESC, age) WHERE state = 'ready';
 CREATE UNIQUE INDEX executions_one_per_worker ON jayrun.executions (holder_id)
     WHERE detached AND id = unit_id AND state IN ('admitted', 'running');
-CREATE INDEX executions_unit ON jayrun.executions (unit_id) WHERE state IN ('waiting', 'admitted');
+CREATE INDEX executions_unit ON jayrun.executions (unit_id) WHERE state IN ('running', 'waiting', 'admitted');
 CREATE INDEX executions_held ON jayrun.executions (holder_id) WHERE state IN ('running', 'waiting', 'admitted');
 COMMENT ON COLUMN jayrun.executions.unit_id IS
     'The execution that this one is admitted together with: itself, or the operator run whose resource it sets up';
@@ -165,6 +170,10 @@ COMMENT ON COLUMN jayrun.executions.claim IS 'Counts how often it was taken; onl
 COMMENT ON COLUMN jayrun.executions.crashes IS 'How often a worker process died running it';
 COMMENT ON COLUMN jayrun.executions.watched IS 'Somebody waits for its end and is notified';
 COMMENT ON COLUMN jayrun.executions.cancelled_at IS 'Since when it is asked to end';
+COMMENT ON COLUMN jayrun.executions.idle_since IS
+    'Since when the resource that it set up is cached in its process and in nobody''s use, as of its last word';
+COMMENT ON COLUMN jayrun.executions.flagged_at IS
+    'Since when its process is asked to tear that resource down, because it stands in the way of somebody who waits';
 COMMENT ON COLUMN jayrun.executions.dormant IS
     'A waiter whose process did not claim a grant in time: no grants, nothing kept for it, until it shows life';
 
@@ -438,7 +447,7 @@ CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR E
 # The book's own functions: the hot statements, planned once per session whatever stands between it and the client.
 FUNCTIONS = """
 CREATE FUNCTION jayrun.picture(
-    the_host bigint, the_execution uuid, the_position integer, the_invocation integer,
+    the_host bigint, of_each integer, the_execution uuid, the_position integer, the_invocation integer,
     OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
     OUT workers json, OUT own_state text, OUT own_holder uuid, OUT own_lease json) LANGUAGE plpgsql AS $f$
 BEGIN
@@ -451,8 +460,8 @@ BEGIN
                                           d.device_uuid) ORDER BY d.kind, d.host_index)
          FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL)
     INTO bypass_limit, grants_per_batch, elsewhere, devices FROM jayrun.settings s;
-    -- The first few waiters of every shape (a loose index scan finds the shapes): equal ones are equally served or
-    -- not, and those further behind are reached when those before them have gone.
+    -- The first waiters of every shape (a loose index scan finds the shapes), at most so many of each: equal ones are
+    -- equally served or not, and those further behind are reached when those before them have gone.
     IF EXISTS (SELECT FROM jayrun.executions w
                WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id IN (0, the_host))
     THEN
@@ -475,7 +484,7 @@ BEGIN
             SELECT w.* FROM jayrun.executions w
             WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = shapes.queue_id AND w.shape = shapes.shape
               AND NOT w.dormant
-            ORDER BY w.priority DESC, w.age LIMIT grants_per_batch) w
+            ORDER BY w.priority DESC, w.age LIMIT least(of_each, grants_per_batch)) w
         LEFT JOIN jayrun.holders o ON o.id = w.holder_id
         CROSS JOIN LATERAL (
             SELECT json_agg(json_build_array(m.id, q.position, m.invocation, q.device, q.backend, q.is_group, q.min_devices, q.max_devices, q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
@@ -609,30 +618,51 @@ END $f$;
 COMMENT ON FUNCTION jayrun.anybody_waits IS
     'Whether a unit waits that the host may serve and whose process, if it has one, shows life';
 
+CREATE FUNCTION jayrun.anybody_waits_or_flush(the_host bigint) RETURNS boolean LANGUAGE plpgsql AS $f$
+BEGIN
+    IF jayrun.anybody_waits(the_host) THEN
+        RETURN true;
+    END IF;
+    PERFORM pg_logical_emit_message(true, 'jayrun', '');
+    RETURN false;
+END $f$;
+COMMENT ON FUNCTION jayrun.anybody_waits_or_flush IS
+    'Like anybody_waits, for a release that is not flushed yet: if nobody waits, this transaction flushes it';
+
 CREATE FUNCTION jayrun.next_execution(the_worker uuid, done jsonb, before_waiting boolean,
-    OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql AS $f$
+    OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql
+-- Else what reads the worker's operators, an array, would be planned anew each time, which takes longer than all the rest.
+SET plan_cache_mode = force_generic_plan AS $f$
 DECLARE
     me jayrun.holders%ROWTYPE;
     mine uuid;
     first_waiting record;
-    next_ready record;
+    candidate record;
+    next_ready jayrun.executions%ROWTYPE;
     somebody_watches boolean;
 BEGIN
     waits := false;
     IF done IS NOT NULL THEN
-        UPDATE jayrun.executions e SET state = x.state, result = x.result, result_kind = x.result_kind,
-            failure = CASE WHEN x.state <> 'succeeded' THEN
+        UPDATE jayrun.executions e SET state = n.state, result = x.result, result_kind = x.result_kind,
+            failure = CASE WHEN n.state <> 'succeeded' THEN
                 coalesce(x.failure || jsonb_build_object('at', clock_timestamp()), e.failure) END,
-            ended_at = CASE WHEN x.state <> 'ready' THEN clock_timestamp() END,
-            attempt = e.attempt + (x.state = 'ready' AND x.failure IS NOT NULL)::integer,
+            ended_at = CASE WHEN n.state <> 'ready' THEN clock_timestamp() END,
+            attempt = e.attempt + (n.state = 'ready' AND x.failure IS NOT NULL)::integer,
             not_before = clock_timestamp() + make_interval(secs => x.pause_seconds),
-            holder_id = CASE WHEN x.state <> 'ready' THEN e.holder_id END,
-            host_id = CASE WHEN x.state <> 'ready' THEN e.host_id ELSE e.pinned_host_id END
+            holder_id = CASE WHEN n.state <> 'ready' THEN e.holder_id END,
+            host_id = CASE WHEN n.state <> 'ready' THEN e.host_id ELSE e.pinned_host_id END
         FROM jsonb_to_record(done) AS x (id uuid, claim bigint, state text, result jsonb, result_kind text,
                                          failure jsonb, pause_seconds double precision)
+        JOIN jayrun.executions r ON r.id = x.id
+        -- What was asked to end meanwhile is not tried again.
+        CROSS JOIN LATERAL (SELECT CASE WHEN x.state = 'ready' AND r.cancelled_at IS NOT NULL THEN 'cancelled'
+                                        ELSE x.state END AS state) n
         WHERE e.id = x.id AND e.claim = x.claim AND e.state = 'running' AND e.holder_id = the_worker
         RETURNING e.watched INTO somebody_watches;
-        finished := FOUND;
+        -- Told once more, since the answer was lost: it stands there as this claim ended it, and nobody else did that.
+        finished := FOUND OR EXISTS (
+            SELECT FROM jayrun.executions e
+            WHERE e.id = (done ->> 'id')::uuid AND e.claim = (done ->> 'claim')::bigint AND e.state = done ->> 'state');
         IF somebody_watches THEN
             PERFORM pg_notify('jayrun', done ->> 'id');
         END IF;
@@ -645,15 +675,20 @@ BEGIN
     SELECT id INTO mine FROM jayrun.executions
     WHERE holder_id = the_worker AND detached AND id = unit_id AND state IN ('admitted', 'running');
     IF mine IS NULL THEN
-        SELECT e.id, e.priority, e.age INTO next_ready FROM jayrun.executions e
-        WHERE e.state = 'ready' AND e.id IN (
-            -- Some of each operator, for others may be taking the first ones just now.
-            SELECT c.id FROM unnest(me.operators) o CROSS JOIN LATERAL (
-                SELECT r.id FROM jayrun.executions r
+        -- Some of each operator, for others may be taking the first ones just now. Each by its key, for the planner may
+        -- know only of few ready ones: then it would go through all that there are, by the index of the ready ones.
+        FOR candidate IN
+            SELECT c.* FROM unnest(me.operators) o CROSS JOIN LATERAL (
+                SELECT r.id, r.priority, r.age FROM jayrun.executions r
                 WHERE r.state = 'ready' AND r.name = o AND r.queue_id IN (0, me.host_id)
                   AND (r.not_before IS NULL OR r.not_before <= clock_timestamp())
-                ORDER BY r.priority DESC, r.age LIMIT 32) c)
-        ORDER BY e.priority DESC, e.age LIMIT 1 FOR UPDATE SKIP LOCKED;
+                ORDER BY r.priority DESC, r.age LIMIT 32) c
+            ORDER BY c.priority DESC, c.age
+        LOOP
+            SELECT e.* INTO next_ready FROM jayrun.executions e
+            WHERE e.id = candidate.id AND e.state || '' = 'ready' FOR UPDATE SKIP LOCKED;
+            EXIT WHEN FOUND;
+        END LOOP;
         IF NOT before_waiting THEN
             SELECT c.priority, c.age INTO first_waiting FROM unnest(me.operators) o CROSS JOIN LATERAL (
                 SELECT w.priority, w.age FROM jayrun.executions w
@@ -670,7 +705,11 @@ BEGIN
         END IF;
         mine := next_ready.id;
     END IF;
-    IF mine IS NULL THEN
+    -- Whoever judges this worker dead waits from here on for the claim, and frees it; or was first, and nothing is claimed.
+    IF mine IS NOT NULL THEN
+        PERFORM FROM jayrun.holders WHERE id = the_worker AND state = 'alive' FOR KEY SHARE;
+    END IF;
+    IF mine IS NULL OR NOT FOUND THEN
         RETURN;
     END IF;
     UPDATE jayrun.executions e SET state = 'running', claim = e.claim + 1, claimed_at = clock_timestamp(),
@@ -681,22 +720,44 @@ BEGIN
         'id', e.id, 'name', e.name, 'inputs', e.inputs, 'claim', e.claim, 'attempt', e.attempt,
         'invocation', e.invocation, 'age', e.age, 'priority', e.priority, 'pinned_host_id', e.pinned_host_id,
         'max_attempts', e.max_attempts, 'retry_on', e.retry_on, 'retry_seconds', e.retry_seconds,
-        'retry_backoff', e.retry_backoff, 'has_waited', e.shape IS NOT NULL)
+        'retry_backoff', e.retry_backoff, 'has_waited', e.shape IS NOT NULL, 'was_ready', next_ready.id IS NOT NULL)
     INTO taken FROM jayrun.executions e WHERE e.id = mine;
 END $f$;
 COMMENT ON FUNCTION jayrun.next_execution IS
     'A worker tells how its execution ended and takes the next: the admitted one that it was given, else the first ready; waits: somebody who waits stands before that, so admit first';
 
-CREATE FUNCTION jayrun.wake_workers(the_name text) RETURNS void LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.wake_workers(the_name text, the_host bigint) RETURNS void LANGUAGE plpgsql AS $f$
+DECLARE
+    idle uuid;
 BEGIN
-    -- Notifying is dear under load, and then no worker is idle: who ends an execution looks again after its commit.
-    IF EXISTS (SELECT FROM jayrun.holders o WHERE o.state = 'alive' AND o.role = 'worker' AND the_name = ANY (o.operators)
-               AND NOT EXISTS (SELECT FROM jayrun.executions t WHERE t.holder_id = o.id AND t.detached
-                               AND t.id = t.unit_id AND t.state IN ('admitted', 'running'))) THEN
-        PERFORM pg_notify('jayrun', 'workers');
+    -- One, who passes it on (jayrun.pass_on): waking all of them for each execution takes longer than running it. None
+    -- when all are busy: who ends an execution looks again after its commit.
+    SELECT o.id INTO idle FROM jayrun.holders o
+    WHERE o.state = 'alive' AND o.role = 'worker' AND the_name = ANY (o.operators)
+      AND (the_host IS NULL OR o.host_id = the_host)
+      AND NOT EXISTS (SELECT FROM jayrun.executions t WHERE t.holder_id = o.id AND t.detached
+                      AND t.id = t.unit_id AND t.state IN ('admitted', 'running'))
+    ORDER BY o.silent, random() LIMIT 1;
+    IF FOUND THEN
+        PERFORM pg_notify('jayrun', idle::text);
     END IF;
 END $f$;
-COMMENT ON FUNCTION jayrun.wake_workers IS 'Tells idle workers that an execution of that name is ready or waits';
+COMMENT ON FUNCTION jayrun.wake_workers IS
+    'Tells an idle worker that an execution of that name is ready, on that host (null: on any)';
+
+CREATE FUNCTION jayrun.pass_on(the_worker uuid) RETURNS void LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan AS $f$
+BEGIN
+    PERFORM jayrun.wake_workers(c.name, c.pinned_host_id)
+    FROM jayrun.holders me CROSS JOIN LATERAL unnest(me.operators) o CROSS JOIN LATERAL (
+        SELECT r.name, r.pinned_host_id FROM jayrun.executions r
+        WHERE r.state = 'ready' AND r.name = o AND r.queue_id IN (0, me.host_id)
+          AND (r.not_before IS NULL OR r.not_before <= clock_timestamp())
+        ORDER BY r.priority DESC, r.age LIMIT 1) c
+    WHERE me.id = the_worker;
+END $f$;
+COMMENT ON FUNCTION jayrun.pass_on IS
+    'A worker that was woken, after the commit by which it took its execution: whether more is ready, for others';
 """
 
 VIEWS = """
@@ -737,11 +798,15 @@ COMMENT ON VIEW jayrun_audit.leases IS
     'Every live lease: devices, bytes, the first of its holders (pid, user, label), and since when';
 
 CREATE VIEW jayrun_audit.queue AS
-SELECT row_number() OVER (PARTITION BY w.host_id ORDER BY w.priority DESC, w.age) AS position,
+SELECT row_number() OVER (PARTITION BY w.queue_id ORDER BY w.priority DESC, w.age) AS position,
        w.id AS execution_id, w.name AS execution, w.kind, h.name AS host, w.priority, r.asks,
        CASE WHEN w.dormant THEN 'its process does not answer'
+            WHEN w.detached AND NOT EXISTS (
+                SELECT FROM jayrun.holders k WHERE k.state = 'alive' AND w.name = ANY (k.operators)
+                AND (w.host_id IS NULL OR k.host_id = w.host_id)) THEN 'no running worker knows operator ' || w.name
             ELSE coalesce(f.devices, 'no such device is declared') END AS reason,
-       w.bypassed, w.dormant, o.pid, o.user_name AS "user", o.label, w.waiting_since,
+       w.bypassed, w.dormant, o.pid, coalesce(o.user_name, w.user_name) AS "user", coalesce(o.label, w.label) AS label,
+       w.waiting_since,
        clock_timestamp() - w.waiting_since AS waiting, w.host_id
 FROM jayrun.executions w
 LEFT JOIN jayrun.hosts h ON h.id = w.host_id
@@ -762,27 +827,27 @@ CROSS JOIN LATERAL (
     FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
     WHERE m.unit_id = w.id AND m.state = 'waiting') r
 LEFT JOIN LATERAL (
-    SELECT string_agg(d.device || ' ' || d.device_id || ': '
+    SELECT string_agg(CASE WHEN w.host_id IS NULL THEN d.host || ' ' ELSE '' END || d.device || ' ' || d.device_id || ': '
                || CASE WHEN d.state <> 'online' THEN d.state
                        WHEN d.exclusively_leased THEN 'exclusively leased'
                        ELSE trim_scale(round((d.capacity_bytes - d.reserved_bytes) / 1e9, 3)) || ' of '
                             || trim_scale(round(d.capacity_bytes / 1e9, 3)) || ' GB free, '
                             || d.leases || CASE WHEN d.leases = 1 THEN ' lease' ELSE ' leases' END END,
-               '; ' ORDER BY d.device, d.device_id) AS devices
+               '; ' ORDER BY d.host, d.device, d.device_id) AS devices
     FROM jayrun_audit.capacity d
-    WHERE d.host_id = w.host_id
+    WHERE (w.host_id IS NULL OR d.host_id = w.host_id)
       AND EXISTS (SELECT FROM unnest(d.backends) b, unnest(ARRAY['*', d.device_id::text]) number
                   WHERE d.device || '/' || b || ':' || number = ANY (r.wanted))) f ON true
 WHERE w.state = 'waiting' AND w.id = w.unit_id;
 COMMENT ON VIEW jayrun_audit.queue IS
-    'Who waits, in the order of admission per host, for what, and the state of the devices that could serve it';
+    'Who waits, in the order of admission per host (no host: for any of them), for what, and the state of the devices that could serve it';
 
 CREATE VIEW jayrun_audit.executions AS
 SELECT e.id, e.name AS execution, e.kind, e.detached, e.state, e.cancelled_at IS NOT NULL AS cancelling, h.name AS host,
        e.priority, e.key, e.attempt, e.max_attempts, e.crashes, e.claim, e.inputs, e.result, e.result_kind, e.failure,
        o.pid, coalesce(o.user_name, e.user_name) AS "user", coalesce(nullif(e.label, ''), o.label, '') AS label,
        e.submitted_at, e.claimed_at, e.waiting_since, e.not_before, e.ended_at, e.waited_seconds,
-       coalesce(e.ended_at, clock_timestamp()) - e.submitted_at AS age, e.unit_id, e.host_id
+       clock_timestamp() - e.submitted_at AS age, e.unit_id, e.host_id
 FROM jayrun.executions e
 LEFT JOIN jayrun.hosts h ON h.id = e.host_id
 LEFT JOIN jayrun.holders o ON o.id = e.holder_id;

@@ -1,7 +1,8 @@
-"""The smallest set of leases whose end would admit a request, compared with all sets."""
+"""The smallest set of leases whose end would admit a request, compared with all sets; and whom it is ended for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import count
 from uuid import UUID
 
@@ -9,10 +10,12 @@ import pytest
 from fleets import any_request, booked_devices, gpu, group, one, sequences, subsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lines import waiter
 
 from jayrun.domain.devices import BookedDevice, Share
-from jayrun.domain.ending import Endable, fewest_to_end
+from jayrun.domain.ending import Endable, fewest_to_end, first_to_end, without
 from jayrun.domain.planner import plan
+from jayrun.domain.queue import Admission, Waiter, admit
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
 
@@ -121,3 +124,64 @@ def test_among_hundreds_of_leases_no_member_of_the_set_is_too_many() -> None:
         shares = [share for each in ended if each is not spared for share in each.shares]
         freed = [device.without_shares(shares) for device in booked]
         assert (plan(wanted, freed) is not None) == (spared is None)
+
+
+def outcome(waiters: Sequence[Waiter], **terms: int) -> Callable[[Sequence[BookedDevice]], Admission]:
+    """What an admission decides about these waiters on host 1."""
+    known = {"bypass_limit": 16, "batch": 64, **terms}
+    return lambda devices: admit(waiters, {1: devices}, **known)
+
+
+def test_the_first_in_line_whom_idle_leases_keep_out_is_let_in() -> None:
+    device = gpu(0, 80)
+    idle = [lease(1, (device, 30)), lease(2, (device, 20))]
+    booked = carrying([device], [*idle, lease(3, (device, 10))])
+    line = [waiter(1, one(75)), waiter(2, one(50)), waiter(3, one(40))]
+    # The first has to wait for others whatever ends; the second needs the larger one; the third could do with less.
+    assert first_to_end(line, booked, idle, outcome(line)) == (UUID(int=1),)
+    assert first_to_end(line[:1], booked, idle, outcome(line[:1])) == ()
+    assert first_to_end(line[::2], booked, idle, outcome(line[::2])) == (UUID(int=2),)
+    assert first_to_end(line, booked, [], outcome(line)) == ()
+
+
+def test_nothing_ends_for_room_that_another_waiter_gets() -> None:
+    device = gpu(0, 80)
+    idle = [lease(1, (device, 40))]
+    line = [waiter(1, one(40)), waiter(2, one(40))]
+    assert first_to_end(line, carrying([device], idle), idle, outcome(line)) == (UUID(int=1),)
+    assert first_to_end(line[:1], carrying([device], idle), idle, outcome(line)) == ()  # 40 are free already
+
+
+def test_nothing_ends_for_room_that_is_kept_for_somebody_else() -> None:
+    device = gpu(0, 80)
+    idle, blocker = [lease(1, (device, 40))], lease(2, (device, 30))
+    line = [waiter(1, one(60), bypassed=16), waiter(2, one(40))]
+    booked = carrying([device], [*idle, blocker])
+    assert first_to_end(line, booked, idle, outcome(line)) == ()
+    assert first_to_end(line, booked, idle, outcome(line, bypass_limit=17)) == (UUID(int=1),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(sequences(2), min_size=1, max_size=3),
+    booked_devices(3),
+    st.lists(st.tuples(any_request(2), st.booleans()), max_size=5),
+    st.sampled_from([0, 16]),
+)
+def test_what_ends_lets_somebody_in_and_nobody_is_left_whom_it_could(
+    asked: list[list[Request]], devices: list[BookedDevice], others: list[tuple[Request, bool]], bypassed: int
+) -> None:
+    booked, idle, ids = [device.emptied() for device in devices], [], count(1)
+    for request, endable in others:
+        for shares in plan([request], booked) or ():
+            booked = list(book(booked, shares))
+            if endable:
+                idle.append(Endable(UUID(int=next(ids)), shares))
+    line = [waiter(age, *requests, bypassed=bypassed) for age, requests in enumerate(asked)]
+    decide = outcome(line)
+    before = {grant.id for grant in decide(booked).grants}
+    ended = first_to_end(line, booked, idle, decide)
+    after = {grant.id for grant in decide(without(booked, [each for each in idle if each.lease_id in ended])).grants}
+    assert bool(ended) == bool(after - before)
+    if not ended and not before and len(line) == 1:
+        assert not decide(without(booked, idle)).grants

@@ -355,7 +355,7 @@ def test_a_worker_that_is_idle_takes_it() -> None:
 def test_a_worker_without_room() -> None:
     picture = host([device(0)], held(1, (0, 80 * GB)), workers=[worker(1, "Embed"), worker(2, "Embed", busy=True)])
     outlook = later(look_ahead(detached(one(GB)), [picture], LIMIT))
-    assert str(outlook.workers) == "1 of 2 running workers that know operator Embed idle"
+    assert str(outlook.workers) == "1 of 2 running workers that know operator Embed is idle"
     assert ids(outlook.fewest) == [1]
 
 

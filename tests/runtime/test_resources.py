@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from fleet import MakeRuntime, gpus
-from processes import PATIENCE
+from processes import PATIENCE, until
 from test_waiting import Probe, Take, parked
 
 from jayrun import Data, Operator, Resource, RuntimeDevice
@@ -200,6 +200,76 @@ def test_a_resource_of_a_resource_is_set_up_first(make_runtime: MakeRuntime, boo
 
     assert make_runtime(devices=gpus(1)).run(UseWrapper).value == "wrapped"
     assert log == ["setup model", "wrapping weights of model"]
+
+
+class Wrapper(Resource):
+    """Keeps another resource's data."""
+
+    inner: Model
+
+    def setup(self) -> Data:
+        return Data("wrapped")
+
+    def teardown(self, data: Data) -> None:
+        log.append("teardown wrapper")
+
+
+class UseWrapper(Operator):
+    wrapper: Wrapper
+
+    def execute(self) -> Data:
+        return Data(self.wrapper.value)
+
+
+def test_what_is_made_of_an_idle_resource_is_torn_down_before_it(make_runtime: MakeRuntime, book: Book) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    runtime.run(UseWrapper)
+    assert runtime.run(Take, memory_gb=24, timeout=PATIENCE).value == "taken"
+    assert log == ["setup model", "teardown wrapper", "teardown model"]
+
+
+def test_a_resource_is_in_use_while_what_is_made_of_it_is(make_runtime: MakeRuntime, book: Book) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Long(Operator):
+        wrapper: Wrapper
+
+        def execute(self) -> Data:
+            inside.set()
+            assert go_on.wait(PATIENCE)
+            log.append("still used")
+            return Data(None)
+
+    runtime.run(UseWrapper)  # so that the next run finds it cached
+    running = runtime.start(Long)
+    assert inside.wait(PATIENCE)
+    waiting = runtime.start(Take, memory_gb=24)
+    parked(book)
+    go_on.set()
+    assert waiting.result(PATIENCE).value == "taken"
+    running.result(PATIENCE)
+    assert log == ["setup model", "still used", "teardown wrapper", "teardown model"]
+
+
+def test_data_that_outlives_the_teardown_is_named_and_stands_in_no_circle_of_flags(
+    make_runtime: MakeRuntime, book: Book, sql: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Expose(Operator):
+        model: Model
+
+        def execute(self) -> Data:
+            return self.model
+
+    runtime = make_runtime(devices=gpus(1))
+    kept = runtime.run(Expose)
+    waiting = runtime.start(Take, memory_gb=24)
+    parked(book)
+    until(lambda: log == ["setup model", "teardown model"])
+    until(lambda: sql.execute("SELECT FROM jayrun.executions WHERE idle_since IS NOT NULL").fetchone() is None)
+    assert "Model is torn down, but user code keeps a placement of it alive" in caplog.text
+    del kept
+    assert waiting.result(PATIENCE).value == "taken"
 
 
 def test_a_setup_that_fails_fails_the_run_and_is_tried_anew(make_runtime: MakeRuntime, book: Book) -> None:

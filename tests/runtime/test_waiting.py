@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import psycopg
 import pytest
 from fleet import MakeRuntime, gpus
 from history import replay
-from processes import PATIENCE
+from processes import PATIENCE, until
 
 from jayrun import Data, FailureMode, Operator, RetryPolicy, Runtime
 from jayrun.errors import (
@@ -27,7 +28,7 @@ from jayrun.errors import (
     RuntimeClosed,
 )
 from jayrun.placement import Placement, PlacementGroup
-from jayrun.store import audit
+from jayrun.store import audit, submissions
 from jayrun.store.transactions import Book
 
 
@@ -459,6 +460,73 @@ def test_cancelling_the_future_takes_it_out_of_the_queue(make_runtime: MakeRunti
     assert future.cancel()
     parked(book, 0)
     del blocker
+
+
+def test_a_person_cancels_one_that_waits(make_runtime: MakeRuntime, book: Book) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    blocker = runtime.run(Take, memory_gb=24)
+    future = runtime.start(Take, memory_gb=1, retry=RetryPolicy(max_attempts=3))
+    parked(book)
+    [waiting] = audit.queue(book)
+    submissions.cancel(book, waiting["execution_id"], who="somebody")
+    with pytest.raises(PlacementCancelled, match="Take was cancelled: cancelled by somebody"):
+        future.result(PATIENCE)
+    parked(book, 0)
+    del blocker
+
+
+def test_a_person_cancels_one_that_runs_and_its_next_request_is_refused(
+    make_runtime: MakeRuntime, book: Book, sql: psycopg.Connection
+) -> None:
+    runtime = make_runtime(devices=gpus(1))
+
+    def body(self: Operator) -> Any:
+        first = self.placement.cuda(1)
+        row = sql.execute("SELECT id FROM jayrun.executions WHERE name = 'Probe'").fetchone()
+        assert row is not None
+        assert submissions.cancel(book, row[0], who="somebody").cancelling
+        return first, self.placement.cuda(1)
+
+    with pytest.raises(PlacementCancelled, match="Probe is cancelled in the book"):
+        runtime.run(Probe, body=body)
+    runtime.flush()
+    assert sql.execute("SELECT count(*) FROM jayrun.leases WHERE ended_at IS NULL").fetchone() == (0,)
+    assert audit.violations(book) == []
+
+
+def test_retries_pause_and_a_cancelled_one_does_not_go_on(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    at: list[float] = []
+
+    def fails(self: Operator) -> None:
+        at.append(time.monotonic())
+        raise OSError("always")
+
+    with pytest.raises(OSError, match="always"):
+        runtime.run(Probe, body=fails, retry=RetryPolicy(3, (OSError,), delay_seconds=0.05, backoff=4))
+    assert at[1] - at[0] >= 0.05
+    assert at[2] - at[1] >= 0.2
+    at.clear()
+    future = runtime.start(Probe, body=fails, retry=RetryPolicy(2, (OSError,), delay_seconds=2 * PATIENCE))
+    until(lambda: at)
+    future.cancel()
+    runtime.close()  # waits for what was started, and that has ended
+    assert len(at) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"delay_seconds": -1}, ValueError, "delay_seconds must be at least 0 and finite, but is -1"),
+        ({"delay_seconds": float("inf")}, ValueError, "but is inf"),
+        ({"delay_seconds": "1"}, TypeError, "delay_seconds must be a number, not '1'"),
+        ({"backoff": 0.5}, ValueError, "backoff must be at least 1 and finite, but is 0.5"),
+        ({"backoff": True}, TypeError, "backoff must be a number, not True"),
+    ],
+)
+def test_a_bad_pause_is_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        RetryPolicy(**arguments)
 
 
 def test_fail_fast_cancels_who_waits_and_refuses_new_work(make_runtime: MakeRuntime, book: Book) -> None:
