@@ -174,7 +174,7 @@ def _rollbacks(url: str) -> int:
     """Transactions rolled back in the database so far; every session but this one has ended and told its number."""
     with psycopg.connect(url, autocommit=True) as connection:
         while connection.execute(
-            "SELECT FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            "SELECT 1 FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
         ).fetchone():
             time.sleep(0.01)
         row = connection.execute("SELECT pg_stat_get_db_xact_rollback(oid) FROM pg_database WHERE datname = 'jayrun'")

@@ -32,6 +32,7 @@ from benchmarks.admission import HOST, facts, opened
 from benchmarks.work import Empty
 from jayrun import Runtime
 from jayrun.embedded import start_throwaway
+from jayrun.runtime.service import service_for
 from jayrun.settings import Settings, child_environment
 from jayrun.store import schema
 
@@ -78,7 +79,7 @@ class Side:
     def commits(self) -> int:
         """Transactions so far; every session but this one has ended and told its number."""
         with psycopg.connect(self.url, autocommit=True) as connection:
-            others = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            others = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             while connection.execute(others + " AND backend_type = 'client backend'").fetchone():
                 time.sleep(0.01)
         return int(self._row("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")[0])
@@ -98,6 +99,7 @@ class Turn:
 
 
 def jayrun_side(url: str, processes: int, stack: ExitStack) -> Side:
+    stack.callback(lambda: service_for(url, host_identity=HOST, label="").stop())
     runtime = stack.enter_context(Runtime(url, settings=Settings(host_id=HOST)))
     worker = [sys.executable, "-c", "from jayrun.cli.app import main; main()"]
     return Side(

@@ -36,6 +36,7 @@ from benchmarks.work import WHOLE_GB, Handed, Keep, Killed
 from jayrun import Runtime, probes
 from jayrun.domain.devices import Backend, Device, RuntimeDevice
 from jayrun.embedded import start_throwaway
+from jayrun.runtime.service import service_for
 from jayrun.settings import Settings, child_environment
 from jayrun.store import schema
 
@@ -133,7 +134,9 @@ def crew(url: str, *, processes: int) -> Iterator[None]:
             _until(sql, ready.format(processes))
         yield
     finally:
-        supervisor.terminate()
+        for number in (signal.SIGTERM, signal.SIGTERM):  # the second one ends what still runs
+            supervisor.send_signal(number)
+            time.sleep(0.1)
         supervisor.wait()
 
 
@@ -158,6 +161,7 @@ def measure(sql: Sql, url: str, runtime: Runtime, waiter: Waiter, waiters: int, 
             released_at = time.monotonic()
             del data
             line_at = waiter.began()
+            runtime.flush()  # the waiter may have been quicker than the thread that let it in
             if number >= 0:
                 lines.append((line_at - released_at) * 1e3)
                 granted.append((next(at for at in committed if at > released_at) - released_at) * 1e3)
@@ -278,6 +282,7 @@ def main() -> None:
         where = facts(url)
         print(*(f"{name}: {value}" for name, value in where.items()), sep="\n")
         sql = stack.enter_context(psycopg.connect(url, autocommit=True))
+        stack.callback(lambda: service_for(url, host_identity=HOST, label="").stop())
         runtime = stack.enter_context(Runtime(url, devices=[DEVICE], settings=Settings(host_id=HOST)))
         print("\nmilliseconds from the release, and in durable commits; growth over the first number of waiters")
         print(

@@ -120,6 +120,29 @@ class Model(Resource):
         return Data(os.getpid(), self.placement.cuda(memory_gb=self.memory_gb))
 
 
+class SlowModel(Resource):
+    """Its set-up meets in the folder that the environment of the worker names, then asks."""
+
+    def setup(self) -> Data:
+        meet(os.environ["MEETING_PLACE"])
+        return Data(os.getpid(), self.placement.cuda(memory_gb=10))
+
+
+class UseSlowModel(Operator):
+    model: SlowModel
+
+    def execute(self) -> Data:
+        return Data("used")
+
+
+class MeetThenHold(Operator):
+    folder: Any
+
+    def execute(self) -> Data:
+        meet(self.folder.value)
+        return Data(self.placement.cuda(memory_gb=20).host_index)
+
+
 class Infer(Operator):
     model: Model = Model(memory_gb=10)
 

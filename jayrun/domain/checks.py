@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from numbers import Integral, Real
 from typing import TypeVar
 
 MAX_INDEX = 2**31 - 1
 """The largest device number that the book can hold."""
+
+MAX_PAUSE_SECONDS = 30 * 86_400.0
+"""The longest pause between two attempts, so that every instant can be written down: 30 days."""
+MAX_BACKOFF = 1_000.0
 
 _E = TypeVar("_E", bound=Enum)
 
@@ -28,15 +31,15 @@ def whole_number(value: object, name: str, *, minimum: int = 0, maximum: int = M
     return number
 
 
-def number(value: object, name: str, *, minimum: float) -> float:
-    """`value` as a finite float of at least `minimum`; NumPy's numbers are numbers, a bool is not.
+def number(value: object, name: str, *, minimum: float, maximum: float) -> float:
+    """`value` as a float from `minimum` to `maximum`; NumPy's numbers are numbers, a bool is not.
 
     Raises TypeError for another type and ValueError when it is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or value < minimum:
-        raise ValueError(f"{name} must be at least {minimum:g} and finite, but is {value}")
+    if not minimum <= float(value) <= maximum:  # which NaN is not
+        raise ValueError(f"{name} must be from {minimum:g} to {maximum:g}, but is {value}")
     return float(value)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from jayrun.domain.checks import number, whole_number
+from jayrun.domain.checks import MAX_BACKOFF, MAX_PAUSE_SECONDS, number, whole_number
 from jayrun.errors import (
     PlacementCancelled,
     PlacementDeadlock,
@@ -33,7 +34,7 @@ class RetryPolicy:
 
     `max_attempts`: 1 means no retry. `retry_on`: exception classes; an impossible placement is retried only when
     `PlacementImpossible` itself is named. Before attempt n+1 it pauses for `delay_seconds` times `backoff` to the power
-    of n-1. Raises TypeError and ValueError for anything else.
+    of n-1, at most 30 days. Raises TypeError and ValueError for anything else.
     """
 
     max_attempts: int = 1
@@ -42,8 +43,10 @@ class RetryPolicy:
     backoff: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "delay_seconds", number(self.delay_seconds, "delay_seconds", minimum=0))
-        object.__setattr__(self, "backoff", number(self.backoff, "backoff", minimum=1))
+        object.__setattr__(
+            self, "delay_seconds", number(self.delay_seconds, "delay_seconds", minimum=0, maximum=MAX_PAUSE_SECONDS)
+        )
+        object.__setattr__(self, "backoff", number(self.backoff, "backoff", minimum=1, maximum=MAX_BACKOFF))
         named: object = self.retry_on
         object.__setattr__(self, "max_attempts", whole_number(self.max_attempts, "max_attempts", minimum=1))
         if isinstance(named, str) or not isinstance(named, Iterable):
@@ -64,7 +67,8 @@ class RetryPolicy:
 
     def pause_seconds(self, attempt: int) -> float:
         """How long to pause after the failure of the attempt of that number."""
-        return self.delay_seconds * self.backoff ** (attempt - 1)
+        growth = math.exp(min(math.log(self.backoff) * (attempt - 1), 40))  # as the book does it
+        return min(self.delay_seconds * growth, MAX_PAUSE_SECONDS)
 
     def names(self) -> tuple[str, ...]:
         """The names of the exception classes, by which other processes know them."""

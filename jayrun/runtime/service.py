@@ -155,7 +155,7 @@ class Service:
         """Flag which idle resources of the host stand in the way of somebody who waits, and tear down what is flagged
         here. Runs user code."""
         try:
-            while True:
+            while not self._stopping:
                 self.resources.publish(self._impatient)
                 blockers.make_way(self._impatient, self.host_id)
                 if all(self.resources.tear_down(each) for each in self._flagged()):
@@ -265,9 +265,9 @@ class Service:
                     taken_back |= executions.withdraw(
                         self._impatient, message.unit_id, state=message.state, failure=message.failure
                     )
-            if self._settle(batch) or taken_back:
-                self._host_waits = True
-                admission.combine(self._impatient, self.host_id, durable=True)
+            self._settle(batch)
+            if taken_back:
+                admission.combine(self._impatient, self.host_id)
         except BaseException:  # nothing is forgotten, whatever came between
             messages.extendleft(reversed(batch))
             raise
@@ -275,28 +275,32 @@ class Service:
             if isinstance(message, threading.Event):
                 message.set()
 
-    def _settle(self, batch: Sequence[Message]) -> bool:
-        """Commit the ends of leases and executions; whether somebody waits."""
+    def _settle(self, batch: Sequence[Message]) -> None:
+        """Commit the ends of leases and executions, and hand on what they let go of."""
         ends = [message for message in batch if isinstance(message, Release)]
         finished = [message for message in batch if isinstance(message, Finished)]
         if not ends and not finished:
-            return False
+            return
         settle = partial(
-            leases.settle,
-            self._impatient,
-            self.host_id,
-            self.holder.id,
+            self._let_go,
             released=[(end.lease_id, end.epoch) for end in ends if end.used],
             returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
-            combining=True,
         )
         try:
-            return settle(finished=finished)
+            settle(finished=finished)
         except BookError:
             raise
         except Exception:  # how executions ended could not be stored; that must not keep the capacity
             log.exception("could not store how %d execution(s) ended; their leases end all the same", len(finished))
-            return settle(finished=[Finished(each.execution_id, each.state) for each in finished])
+            settle(finished=[Finished(each.execution_id, each.state) for each in finished])
+
+    def _let_go(self, **ends: Any) -> None:
+        """In one transaction with the hand-over where somebody is known to wait: one flush makes both durable."""
+        if self.somebody_waits:
+            admission.combine(self._impatient, self.host_id, settling=leases.settling(self.holder.id, **ends))
+        elif leases.settle(self._impatient, self.host_id, self.holder.id, **ends):
+            self._host_waits = True
+            admission.combine(self._impatient, self.host_id)
 
     def _beat(self, *, tick: bool) -> None:
         """Show life at each tick, and at once that this process no longer only waits."""

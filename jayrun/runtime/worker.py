@@ -59,6 +59,10 @@ class Stopped(BaseException):
     """Ends the execution that runs: the worker was told to end at once."""
 
 
+class DeclaredDead(Exception):
+    """The book has ended this worker as dead: it holds nothing any more, and another one may run what it ran."""
+
+
 class UnknownOperator(Exception):
     """A module holds no operators, or two operators have one name."""
 
@@ -104,6 +108,7 @@ class Worker:
         self._failed = False
         self._combined_at = 0.0
         self._unreachable = False
+        self._drained = False
         self._wake_reader, self._wake_writer = os.pipe()
         for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
@@ -118,8 +123,11 @@ class Worker:
         done: Done | None = None
         with self._book.listen() as listener:
             while True:
-                if done is not None and (self._draining or kernel.readable(0, self._leash)):
-                    self._drain()
+                if not self._draining and kernel.readable(0, self._leash):
+                    log.warning("its supervisor is gone; it ends")
+                    self._draining = True
+                if self._draining:
+                    self._drain(before_telling=done is not None)
                 idle = done is None and listener.is_open  # then it is told of what comes
                 taken, done = self._next(done), None
                 if taken is None and not idle and not self._draining:
@@ -145,17 +153,16 @@ class Worker:
                 self._unreachable = False
                 return taken
             except BookError as error:
-                if not self._unreachable:
-                    log.warning("the book is out of reach; trying again: %s", str(error))
-                self._unreachable = True
+                self._out_of_reach(error)
                 if self._draining and done is None:
                     return None
-                kernel.readable(_OUTAGE_PAUSE_SECONDS, self._wake_reader)
 
     def _try_next(self, done: Done | None) -> Taken | None:
         now = time.monotonic()
         recently = now - self._combined_at < _COMBINE_SECONDS and done is not None
         found = submissions.take(self._book, self._service.holder.id, done, before_waiting=recently)
+        if not found.is_alive:
+            raise DeclaredDead
         if done is not None and not found.finished:
             log.warning(
                 "execution %s was not finished by this worker: another one has it now, or it was ended", done.id
@@ -176,21 +183,32 @@ class Worker:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._wake_reader, 4096):
                     pass
-            if kernel.readable(0, self._leash):
-                log.warning("its supervisor is gone; it ends")
-                self._draining = True
-            if self._draining:
-                self._drain()
+            if self._draining or kernel.readable(0, self._leash):
                 return
             if heard & own:
                 probes.reach("worker.woken")
                 return
 
-    def _drain(self) -> None:
-        """Take nothing new; what was given to this worker already goes back when it leaves."""
-        self._draining = True
-        with contextlib.suppress(BookError):  # then what is given to it meanwhile goes back after its bound
-            submissions.accept(self._book.with_patience(_OUTAGE_PAUSE_SECONDS), self._service.holder.id, [])
+    def _drain(self, *, before_telling: bool) -> None:
+        """Take nothing new; what was given to this worker already goes back when it leaves.
+
+        `before_telling` how the last execution ended: then this has to be told first, for the answer would bring new
+        work.
+        """
+        while not self._drained:
+            try:
+                submissions.accept(self._book.with_patience(_OUTAGE_PAUSE_SECONDS), self._service.holder.id, [])
+                self._drained = True
+            except BookError as error:
+                if not before_telling:
+                    return
+                self._out_of_reach(error)
+
+    def _out_of_reach(self, error: BookError) -> None:
+        if not self._unreachable:
+            log.warning("the book is out of reach; trying again: %s", str(error))
+        self._unreachable = True
+        kernel.readable(_OUTAGE_PAUSE_SECONDS, self._wake_reader)
 
     # --- running it --------------------------------------------------------------------------------------------------
 
@@ -214,6 +232,8 @@ class Worker:
             done = Done(id=taken.id, claim=taken.claim, state=ExecutionState.READY)
         except BaseException as error:  # whatever user code raised is how the execution ended
             done = self._judge(taken, error)
+        if done is None:
+            self._service.make_room()  # idle resources, of this process or others, may stand in its way
         if job is not None and job.holds_leases():
             collect_garbage()  # perhaps only a cycle of user code keeps them
         if self._service.owes:
@@ -291,7 +311,14 @@ def main(arguments: Sequence[str]) -> int:
     service = service_for(settings.database_url, host_identity=settings.host_id, label=told["label"], role="worker")
     with os.fdopen(told["ready"], "w") as ready:
         json.dump(sorted(operators), ready)
-    return Worker(service, operators, fail_fast=told["fail_fast"], leash=told["leash"]).run()
+    try:
+        return Worker(service, operators, fail_fast=told["fail_fast"], leash=told["leash"]).run()
+    except DeclaredDead:
+        print("jayrun worker: the book has ended this process as dead; it ends", file=sys.stderr)
+    except BaseException:  # a mistake of ours
+        traceback.print_exc()
+    # Not politely: who left would not count as a crash, and what brings it down would be run for ever.
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -155,23 +155,29 @@ def reserve(book: Book, ask: Ask) -> Outcome:
     return outcome.answer
 
 
-def combine(book: Book, host_id: int, *, durable: bool = False) -> int:
+def combine(book: Book, host_id: int, *, settling: str = "") -> int:
     """Fold what was released on the host and admit everyone who fits now; returns how many units were admitted.
 
     One transaction admits at most the book's `grants_per_batch`, so that the gate is never held long; as many follow as
-    it takes. With `durable`, what this process committed before is flushed even if nobody is admitted.
+    it takes. `settling` are statements that let go of something first (`leases.settling`), in the same transaction: so
+    one flush makes both durable, and both are replayed together.
     """
 
     def unit(gate: Gate) -> tuple[int, bool]:
+        if settling:
+            probes.reach("settle.telling")
+            gate.execute(settling)
         picture = load(gate, host_id, of_each=_FEW)
         probes.reach("combine.loaded")
         changes = Changes(host_id)
         decided = _decide(gate, picture, host_id)
         _admit_units(changes, picture, decided, host_id)
-        changes.write(gate, decided, durable=durable)
+        changes.write(gate, decided, durable=bool(settling))
         return len(decided.grants), _is_full(picture, decided)
 
     admitted, more = book.gated(unit)
+    if settling:
+        probes.reach("settle.told")
     if admitted:
         probes.reach("combine.admitted")
     return admitted + combine(book, host_id) if more else admitted
@@ -191,7 +197,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     slot = (asker.id, ask.position, ask.asker.invocation)
 
     def unit(gate: Gate) -> _Tried:
-        picture = load(gate, asker.host_id, slot, of_each=_FEW)
+        picture = load(gate, asker.host_id, slot, asker.unit_id, of_each=_FEW)
         probes.reach("reserve.loaded")
         changes = Changes(asker.host_id)
         if (known := _known(book, picture, asker)) is not None:
@@ -243,10 +249,14 @@ def _known(book: Book, picture: Picture, asker: Execution) -> Outcome | None:
         return Ended(end_reason) if end_reason else Granted(leases.read_lease(book, UUID(lease_id)))
     if picture.own_state in ("waiting", "admitted"):
         return Parked()
-    if picture.own_state == "running" and picture.own_holder != asker.holder_id:
-        return Parked()  # and another worker has gone on with it
     if picture.own_state not in (None, "running"):
         return Ended(picture.own_state)
+    if picture.own_unit is not None:
+        state, holder_id, is_cancelled = picture.own_unit
+        if is_cancelled:
+            return Ended("cancelled")
+        if asker.detached and (state != "running" or holder_id != str(asker.holder_id)):
+            return Parked()  # and another worker has gone on with it
     return None
 
 
@@ -263,13 +273,16 @@ def _decide(gate: Gate, picture: Picture, host_id: int, ask: Waiter | None = Non
 def _depends_on_more(picture: Picture, decided: Admission) -> bool:
     """Whether equals of the waiters that were read, behind them, may be served too, or have to be kept for.
 
-    Not where one that was read is refused and may still be bypassed: those behind it were not bypassed more often.
+    Not where one that was read is refused, and so would be its equals, and all of them may still be bypassed.
     """
     gone = {grant.id for grant in decided.grants} | decided.impossible.keys()
     passes = Counter(bypass.shape for bypass in decided.bypasses)
     waiters = [unit.waiter for unit in picture.units.values() if unit.waiter.id not in gone]
-    settled = {each.shape for each in waiters if each.bypassed + passes[each.shape] < picture.bypass_limit}
-    return not picture.cut <= settled
+    refused = {each.shape for each in waiters}
+    return any(
+        shape not in refused or bypassed + passes[shape] >= picture.bypass_limit
+        for shape, bypassed in picture.cut.items()
+    )
 
 
 def decide(picture: Picture, host_id: int, ask: Waiter | None = None) -> Admission:

@@ -47,7 +47,6 @@ FROM jsonb_to_recordset(%s::jsonb) AS x (id uuid, state text, failure jsonb, att
 WHERE e.id = x.id AND e.state = 'running'
 """
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
-_ANYBODY_WAITS_OR_FLUSH = "SELECT jayrun.anybody_waits_or_flush(%s)"
 # Whoever parks looks for unfolded releases after its own commit. So of a release and a park that race, at least one
 # sees the other, and that one combines.
 _ANYTHING_TO_FOLD = """
@@ -98,17 +97,33 @@ def settle(
     released: Named = (),
     returned: Named = (),
     finished: Sequence[Finished] = (),
-    combining: bool = False,
 ) -> bool:
     """Let the holder leave leases that were used (`released`) or never were (`returned`), and record how executions
     ended; one durable commit. Returns whether somebody waits on the host: then combine.
-
-    With `combining` it is durable only if nobody waits: else the caller combines at once, durably, and the one flush
-    covers both. What was settled before, also by a reclaim, and what names a wrong epoch changes nothing.
     """
-    statements, parameters = ["BEGIN"], []
-    if combining:
-        statements.append("SET LOCAL synchronous_commit = off")
+    ends = settling(holder_id, released=released, returned=returned, finished=finished)
+    # The look whether somebody waits is a transaction of its own in the same message: it needs a later snapshot.
+    message = f"BEGIN; {ends}; COMMIT; {rendered(_ANYBODY_WAITS, (host_id,))}"
+
+    def unit(pg: PgConnection[Any]) -> bool:
+        cursor = ClientCursor(pg)
+        probes.reach("settle.telling")
+        cursor.execute(message)
+        probes.reach("settle.told")
+        cursor.set_result(-1)
+        [(somebody_waits,)] = cursor.fetchall()
+        return bool(somebody_waits)
+
+    return book.written(unit)
+
+
+def settling(holder_id: UUID, *, released: Named = (), returned: Named = (), finished: Sequence[Finished] = ()) -> str:
+    """The statements of `settle`, for a transaction that does more (`admission.combine`).
+
+    What was settled before, also by a reclaim, and what names a wrong epoch changes nothing.
+    """
+    statements: list[str] = []
+    parameters: list[object] = []
     for reason, leases in (("released", released), ("returned", returned)):
         if leases:
             ids, epochs = zip(*sorted(leases), strict=True)
@@ -126,21 +141,7 @@ def settle(
             for each in finished
         ]
         parameters.append(json.dumps(ends))
-    # The look whether somebody waits is a transaction of its own in the same message: it needs a later snapshot.
-    statements += ["COMMIT", _ANYBODY_WAITS_OR_FLUSH if combining else _ANYBODY_WAITS]
-    parameters.append(host_id)
-    message = rendered("; ".join(statements), parameters)
-
-    def unit(pg: PgConnection[Any]) -> bool:
-        cursor = ClientCursor(pg)
-        probes.reach("settle.telling")
-        cursor.execute(message)
-        probes.reach("settle.told")
-        cursor.set_result(-1)
-        [(somebody_waits,)] = cursor.fetchall()
-        return bool(somebody_waits)
-
-    return book.written(unit)
+    return rendered("; ".join(statements), parameters)
 
 
 def anybody_waits(book: Book, host_id: int) -> bool:

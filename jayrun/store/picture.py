@@ -33,20 +33,21 @@ class WaitingUnit:
 class Picture:
     """One host behind the gate; `hosts` are those that a unit without a host may run on, 0 for all others together.
 
-    `units` are the first waiters of every shape; of the shapes in `cut` perhaps not all that an admission may serve.
-    `own_state`, `own_holder` and `own_lease` answer for the slot that was asked about, if any.
+    `units` are the first waiters of every shape; of the shapes in `cut` perhaps not all that an admission may serve,
+    and it says how often any of them was bypassed at most. `own_state` and `own_lease` answer for the slot
+    that was asked about, `own_unit` for its unit: state, holder, and whether it was cancelled.
     """
 
     devices: list[BookedDevice]
     uuids: dict[int, str | None]
     hosts: tuple[int, ...]
     units: dict[UUID, WaitingUnit]
-    cut: frozenset[str]
+    cut: dict[str, int]
     workers: dict[UUID, tuple[Worker, Incarnation]]
     bypass_limit: int
     batch: int
     own_state: str | None
-    own_holder: UUID | None
+    own_unit: list[Any] | None
     own_lease: list[Any] | None
 
 
@@ -56,16 +57,18 @@ _ELSEWHERE = 0  # a host without devices to show, so nobody is told that it coul
 _DEVICES = {str(device): device for device in Device}
 _STATES = {str(state): state for state in DeviceState}
 
-_LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s, %s)"
+_LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s, %s, %s)"
 
 
-def load(gate: Gate, host_id: int, slot: Slot | None = None, *, of_each: int | None = None) -> Picture:
-    """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot`.
+def load(
+    gate: Gate, host_id: int, slot: Slot | None = None, unit_id: UUID | None = None, *, of_each: int | None = None
+) -> Picture:
+    """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot` and its unit.
 
     Of every shape at most `of_each` waiters are read (None: as many as one admission may serve).
     """
-    [row] = gate.execute(_LOAD, (host_id, of_each, *(slot or (None, None, None))))
-    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_holder, own_lease = row
+    [row] = gate.execute(_LOAD, (host_id, of_each, unit_id, *(slot or (None, None, None))))
+    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_unit, own_lease = row
     hosts = (host_id, _ELSEWHERE) if elsewhere else (host_id,)
     shapes = Counter(unit[4] for unit in waiters or ())
     return Picture(
@@ -73,14 +76,14 @@ def load(gate: Gate, host_id: int, slot: Slot | None = None, *, of_each: int | N
         uuids={device[0]: device[10] for device in devices or ()},
         hosts=hosts,
         units={UUID(unit[0]): _waiting_unit(hosts, unit) for unit in waiters or ()},
-        cut=frozenset(shape for shape, number in shapes.items() if number == of_each),
+        cut={unit[4]: unit[13] for unit in waiters or () if shapes[unit[4]] == of_each},
         workers={
             UUID(each[0]): (Worker(UUID(each[0]), frozenset(each[1])), Incarnation(*each[2:])) for each in workers or ()
         },
         bypass_limit=bypass_limit,
         batch=batch,
         own_state=own_state,
-        own_holder=own_holder,
+        own_unit=own_unit,
         own_lease=own_lease,
     )
 

@@ -46,7 +46,9 @@ UPDATE jayrun.executions e SET
     waiting_since = CASE WHEN n.state = 'waiting' THEN clock_timestamp() END,
     holder_id = CASE WHEN n.state IN ('failed', 'cancelled') THEN e.holder_id END,
     host_id = CASE WHEN n.state IN ('failed', 'cancelled') THEN e.host_id ELSE e.pinned_host_id END,
-    failure = CASE WHEN n.crashed THEN jsonb_build_object(
+    failure = CASE WHEN n.state = 'cancelled' THEN jsonb_build_object(
+        'type', 'PlacementCancelled', 'message', 'cancelled while it ran', 'at', clock_timestamp())
+        WHEN n.crashed THEN jsonb_build_object(
         'type', 'WorkerDied',
         'message', format('its worker process ended while it ran it (crash %%s of %%s)', e.crashes + 1, n.crash_limit),
         'attempt', e.attempt, 'host', h.name, 'pid', o.pid, 'at', clock_timestamp()) ELSE e.failure END
@@ -58,8 +60,9 @@ FROM (SELECT x.id, s.crash_limit, x.id = x.unit_id AND x.state = 'running' AND x
       FROM jayrun.executions x, jayrun.settings s
       WHERE x.holder_id = %s AND x.detached AND x.state IN ('running', 'admitted') ORDER BY x.id FOR UPDATE OF x) n,
      jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id
-WHERE e.id = n.id AND o.id = e.holder_id
+WHERE e.id = n.id AND o.id = e.holder_id RETURNING e.name, e.pinned_host_id, e.state
 """
+_WAKE = "SELECT jayrun.wake_workers(%s, %s)"
 
 _LOCK_HOLDER = "SELECT FROM jayrun.holders WHERE id = %s FOR UPDATE"
 _END_HOLDER = """
@@ -119,7 +122,10 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
         return
     pg.execute(_END_EXECUTIONS, (holder_id,))
     crashed = reason == "dead"
-    pg.execute(_FREE_EXECUTIONS, (crashed, crashed, holder_id))
+    freed = pg.execute(_FREE_EXECUTIONS, (crashed, crashed, holder_id)).fetchall()
+    for name, pinned_host_id, state in freed:
+        if state == "ready":
+            pg.execute(_WAKE, (name, pinned_host_id))
     probes.reach("holder.freed")
     pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")

@@ -12,7 +12,7 @@ from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
 
 from jayrun import kernel, probes
-from jayrun.domain.checks import whole_number
+from jayrun.domain.checks import MAX_BACKOFF, MAX_PAUSE_SECONDS, number, whole_number
 from jayrun.domain.documents import to_json
 from jayrun.domain.lifecycle import TERMINAL, ExecutionState
 from jayrun.domain.liveness import Incarnation
@@ -43,6 +43,10 @@ SELECT id, name, inputs, priority, pinned_host_id, max_attempts, retry_on, retry
 FROM jayrun.executions WHERE id = %s OR key = %s
 """
 _NEXT = "SELECT * FROM jayrun.next_execution(%s, %s::jsonb, %s)"
+_WAKE_FOR = """
+SELECT jayrun.wake_workers(name, pinned_host_id) FROM jayrun.executions
+WHERE id = %s AND state = 'ready' AND (not_before IS NULL OR not_before <= clock_timestamp())
+"""
 _PASS_ON = "SELECT jayrun.pass_on(%s)"
 # The unit that was admitted together; without a wait there is only the head, with what it recorded in earlier tries.
 _UNIT = """
@@ -156,9 +160,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What `take` brought: whether what was done counted (None: nothing was told), whether somebody who waits stands
-    before what is ready (then combine and take again), and the next execution, if there is one."""
+    """What `take` brought.
 
+    Whether the book still has this worker as alive; whether what was done counted (None: nothing was told); whether
+    somebody who waits stands before what is ready (then combine and take again); and the next execution, if any.
+    """
+
+    is_alive: bool
     finished: bool | None
     waits: bool
     taken: Taken | None
@@ -198,6 +206,8 @@ def submission(name: str, inputs: Mapping[str, object], **terms: Any) -> Submiss
     if key is not None and (not isinstance(key, str) or not 0 < len(key.encode()) <= MAX_KEY_BYTES or "\0" in key):
         raise ValueError(f"key must be text of 1 to {MAX_KEY_BYTES} bytes, not {key!r}")
     priority = whole_number(terms.pop("priority", 0), "priority", minimum=-(2**31))
+    for term, least, most in (("retry_seconds", 0, MAX_PAUSE_SECONDS), ("retry_backoff", 1, MAX_BACKOFF)):
+        number(terms.get(term, least), term, minimum=least, maximum=most)
     return Submission(name=name, inputs=to_json(dict(inputs), "inputs"), priority=priority, **terms)
 
 
@@ -243,7 +253,13 @@ def _check_equal(wanted: Submission, found: Sequence[Any]) -> None:
 
 def accept(book: Book, worker_id: UUID, operators: Sequence[str]) -> None:
     """From now on the worker takes these operators; none while it drains."""
-    book.written(lambda pg: pg.execute(_ACCEPT, (sorted(operators), worker_id)))
+
+    def unit(pg: PgConnection[Any]) -> None:
+        if not operators:
+            pg.execute(_PASS_ON, (worker_id,))  # perhaps it was woken for what it will not take
+        pg.execute(_ACCEPT, (sorted(operators), worker_id))
+
+    book.written(unit)
 
 
 def take(book: Book, worker_id: UUID, done: Done | None = None, *, before_waiting: bool = False) -> Next:
@@ -269,15 +285,17 @@ def take(book: Book, worker_id: UUID, done: Done | None = None, *, before_waitin
     def unit(pg: PgConnection[Any]) -> Next:
         row = pg.execute(_NEXT, (worker_id, told, before_waiting)).fetchone()
         assert row is not None
-        finished, waits, taken = row
+        is_alive, finished, waits, taken = row
         if finished:
             probes.reach("take.finished")
         if taken is not None:
             probes.reach("take.claimed")
         # It was idle, and perhaps woken; whoever wakes workers wakes one, and saw it idle until this commit.
-        if done is None and taken is not None and taken["was_ready"]:
+        if done is None and taken is not None:
             pg.execute(_PASS_ON, (worker_id,))
-        return Next(finished, waits, None if taken is None else _taken(pg, taken))
+        if done is not None and finished and done.state is ExecutionState.READY:
+            pg.execute(_WAKE_FOR, (done.id,))
+        return Next(is_alive, finished, waits, None if taken is None else _taken(pg, taken))
 
     return book.written(unit)
 

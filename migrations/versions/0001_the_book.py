@@ -124,8 +124,8 @@ CREATE TABLE jayrun.executions (
     attempt        integer NOT NULL DEFAULT 1 CHECK (attempt >= 1),
     max_attempts   integer NOT NULL DEFAULT 1 CHECK (max_attempts >= 1),
     retry_on       text[] NOT NULL DEFAULT '{}',
-    retry_seconds  double precision NOT NULL DEFAULT 0 CHECK (retry_seconds >= 0),
-    retry_backoff  double precision NOT NULL DEFAULT 1 CHECK (retry_backoff >= 1),
+    retry_seconds  double precision NOT NULL DEFAULT 0 CHECK (retry_seconds BETWEEN 0 AND 2592000),
+    retry_backoff  double precision NOT NULL DEFAULT 1 CHECK (retry_backoff BETWEEN 1 AND 1000),
     not_before     timestamptz,
     crashes        integer NOT NULL DEFAULT 0 CHECK (crashes >= 0),
     invocation     integer NOT NULL DEFAULT 1 CHECK (invocation >= 1),
@@ -151,6 +151,8 @@ CREATE TABLE jayrun.executions (
 ) WITH (fillfactor = 60);
 CREATE UNIQUE INDEX executions_key ON jayrun.executions (key) WHERE key IS NOT NULL;
 CREATE INDEX executions_waiting ON jayrun.executions (queue_id, shape, priority DESC, age)
+    WHERE state = 'waiting' AND id = unit_id;
+CREATE INDEX executions_bypassed ON jayrun.executions (queue_id, shape, bypassed)
     WHERE state = 'waiting' AND id = unit_id;
 CREATE INDEX executions_waiting_for_workers ON jayrun.executions (name, priority DESC, age)
     WHERE state = 'waiting' AND detached AND id = unit_id;
@@ -447,9 +449,9 @@ CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR E
 # The book's own functions: the hot statements, planned once per session whatever stands between it and the client.
 FUNCTIONS = """
 CREATE FUNCTION jayrun.picture(
-    the_host bigint, of_each integer, the_execution uuid, the_position integer, the_invocation integer,
+    the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
     OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
-    OUT workers json, OUT own_state text, OUT own_holder uuid, OUT own_lease json) LANGUAGE plpgsql AS $f$
+    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json) LANGUAGE plpgsql AS $f$
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
@@ -477,7 +479,9 @@ BEGIN
             FROM shapes s WHERE s.shape IS NOT NULL)
         SELECT json_agg(json_build_array(w.id, w.priority, w.age, w.bypassed, w.shape,
                                          CASE WHEN w.detached THEN w.name END, w.host_id, w.holder_id, o.boot_id,
-                                         o.pid_namespace, o.pid, o.start_ticks, m.requests))
+                                         o.pid_namespace, o.pid, o.start_ticks, m.requests,
+            (SELECT max(b.bypassed) FROM jayrun.executions b WHERE b.state = 'waiting' AND b.id = b.unit_id
+             AND b.queue_id = shapes.queue_id AND b.shape = shapes.shape)))
         INTO waiting
         FROM shapes
         CROSS JOIN LATERAL (
@@ -500,8 +504,9 @@ BEGIN
                           AND t.state IN ('admitted', 'running'));
     END IF;
     IF the_execution IS NOT NULL THEN
-        SELECT CASE WHEN e.cancelled_at IS NULL THEN e.state ELSE 'cancelled' END, e.holder_id
-        INTO own_state, own_holder FROM jayrun.executions e WHERE e.id = the_execution;
+        SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
+        SELECT json_build_array(e.state, e.holder_id, e.cancelled_at IS NOT NULL) INTO own_unit
+        FROM jayrun.executions e WHERE e.id = the_unit;
         IF own_state IS NOT NULL THEN
             SELECT json_build_array(l.id, l.end_reason) INTO own_lease FROM jayrun.leases l
             WHERE l.execution_id = the_execution AND l.position = the_position AND l.invocation = the_invocation;
@@ -517,7 +522,8 @@ CREATE FUNCTION jayrun.fail_waiting(the_unit uuid, why jsonb) RETURNS void LANGU
         state = CASE WHEN e.id <> e.unit_id THEN 'cancelled' WHEN r.retried THEN 'ready' ELSE 'failed' END,
         attempt = e.attempt + r.retried::integer,
         not_before = CASE WHEN r.retried THEN
-            clock_timestamp() + make_interval(secs => e.retry_seconds * e.retry_backoff ^ (e.attempt - 1)) END,
+            clock_timestamp() + make_interval(secs =>
+                least(e.retry_seconds * exp(least(ln(e.retry_backoff) * (e.attempt - 1), 40)), 2592000)) END,
         waited_seconds = e.waited_seconds + extract(epoch FROM clock_timestamp() - e.waiting_since),
         waiting_since = NULL, ended_at = CASE WHEN NOT r.retried THEN clock_timestamp() END,
         failure = why || jsonb_build_object('attempt', e.attempt, 'at', clock_timestamp())
@@ -618,19 +624,8 @@ END $f$;
 COMMENT ON FUNCTION jayrun.anybody_waits IS
     'Whether a unit waits that the host may serve and whose process, if it has one, shows life';
 
-CREATE FUNCTION jayrun.anybody_waits_or_flush(the_host bigint) RETURNS boolean LANGUAGE plpgsql AS $f$
-BEGIN
-    IF jayrun.anybody_waits(the_host) THEN
-        RETURN true;
-    END IF;
-    PERFORM pg_logical_emit_message(true, 'jayrun', '');
-    RETURN false;
-END $f$;
-COMMENT ON FUNCTION jayrun.anybody_waits_or_flush IS
-    'Like anybody_waits, for a release that is not flushed yet: if nobody waits, this transaction flushes it';
-
 CREATE FUNCTION jayrun.next_execution(the_worker uuid, done jsonb, before_waiting boolean,
-    OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql
+    OUT is_alive boolean, OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql
 -- Else what reads the worker's operators, an array, would be planned anew each time, which takes longer than all the rest.
 SET plan_cache_mode = force_generic_plan AS $f$
 DECLARE
@@ -668,7 +663,8 @@ BEGIN
         END IF;
     END IF;
     SELECT * INTO me FROM jayrun.holders WHERE id = the_worker AND state = 'alive';
-    IF NOT FOUND OR me.operators = '{}' THEN
+    is_alive := FOUND;
+    IF NOT is_alive OR me.operators = '{}' THEN
         RETURN;
     END IF;
     -- What it was given; or what it took, and the answer was lost.

@@ -517,10 +517,12 @@ def test_retries_pause_and_a_cancelled_one_does_not_go_on(make_runtime: MakeRunt
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"delay_seconds": -1}, ValueError, "delay_seconds must be at least 0 and finite, but is -1"),
+        ({"delay_seconds": -1}, ValueError, "delay_seconds must be from 0 to 2.592e\\+06, but is -1"),
         ({"delay_seconds": float("inf")}, ValueError, "but is inf"),
         ({"delay_seconds": "1"}, TypeError, "delay_seconds must be a number, not '1'"),
-        ({"backoff": 0.5}, ValueError, "backoff must be at least 1 and finite, but is 0.5"),
+        ({"backoff": 0.5}, ValueError, "backoff must be from 1 to 1000, but is 0.5"),
+        ({"delay_seconds": 1e300}, ValueError, "but is 1e\\+300"),
+        ({"backoff": 1e200}, ValueError, "but is 1e\\+200"),
         ({"backoff": True}, TypeError, "backoff must be a number, not True"),
     ],
 )

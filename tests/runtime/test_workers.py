@@ -29,6 +29,7 @@ from jayrun.errors import (
     UnknownHost,
 )
 from jayrun.runtime import reconciler
+from jayrun.runtime.work import Work
 from jayrun.store import admission, devices, holders, submissions
 from jayrun.store.admission import Granted
 from jayrun.store.leases import release
@@ -46,11 +47,11 @@ def crew(url: str, sql: Sql) -> Iterator[Crew]:
     with ExitStack() as stack:
 
         def start(
-            *options: str, processes: int = 1, host: str = "test-host", before: Sequence[str] = ()
+            *options: str, processes: int = 1, host: str = "test-host", before: Sequence[str] = (), **more: str
         ) -> subprocess.Popen[str]:
             known = workers(sql)
             arguments = ["worker", "work_for_workers", "--processes", str(processes), *options]
-            environment = {"JAYRUN_DATABASE_URL": url, "JAYRUN_HOST_ID": host}
+            environment = {"JAYRUN_DATABASE_URL": url, "JAYRUN_HOST_ID": host, **more}
             started = stack.enter_context(command(*arguments, before=before, **environment))
             until(lambda: len(workers(sql).keys() - known) == processes or started.poll() is not None)
             return started
@@ -560,6 +561,97 @@ def test_what_is_cancelled_while_it_runs_is_not_tried_again(
     with pytest.raises(PlacementCancelled):
         ticket.result(PATIENCE)
     assert (one(sql, "attempt", ticket.id), len(began(tmp_path))) == (1, 1)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_cancel_while_a_resource_is_set_up_refuses_its_request(
+    runtime: Runtime, crew: Crew, book: Book, sql: Sql, tmp_path: Path, room: bool
+) -> None:
+    here = scene(book, gpus(1))
+    lease = None if room else here.granted(cuda(20))
+    crew(MEETING_PLACE=str(tmp_path))
+    sql.execute("UPDATE jayrun.settings SET cancel_seconds = 1000")
+    ticket = runtime.submit(work.UseSlowModel)
+    until(lambda: began(tmp_path))
+    assert ticket.cancel() is ExecutionState.RUNNING
+    go(tmp_path)
+    with pytest.raises(PlacementCancelled):
+        ticket.result(PATIENCE)
+    if lease is not None:
+        release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
+    assert_clean(sql)
+
+
+def test_a_drain_takes_nothing_new_though_what_ran_has_to_wait(
+    runtime: Runtime, crew: Crew, book: Book, sql: Sql, tmp_path: Path
+) -> None:
+    here = scene(book, gpus(1))
+    here.granted(cuda(20))
+    started = crew()
+    waits = runtime.submit(work.MeetThenHold, folder=str(tmp_path))
+    until(lambda: began(tmp_path))
+    left = [runtime.submit(work.Hold, memory_gb=20), runtime.submit(work.Add, a=1, b=2)]
+    started.send_signal(signal.SIGTERM)
+    until(lambda: "draining" in line(started))
+    go(tmp_path)
+    assert started.wait(PATIENCE) == 0
+    assert waits.state is ExecutionState.WAITING
+    assert [one(sql, "claim", ticket.id) for ticket in left] == [0, 0]
+
+
+def test_a_worker_that_the_book_has_ended_is_replaced(runtime: Runtime, crew: Crew, sql: Sql) -> None:
+    crew()
+    [(pid, holder_id)] = workers(sql).items()
+    sql.execute(
+        "UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_reason = 'dead' WHERE id = %s",
+        (holder_id,),
+    )
+    assert runtime.submit(work.Add, a=1, b=2).result(PATIENCE) == 3
+    assert list(workers(sql)) != [pid]
+
+
+def test_a_set_up_of_an_older_claim_leaves_the_newest_alone(runtime: Runtime, book: Book, sql: Sql) -> None:
+    here = scene(book, gpus(1))
+    here.granted(cuda(20))
+    first, second = (holders.register(book, here.host_id, role="worker") for _ in range(2))
+    for worker in (first, second):
+        submissions.accept(book, worker.id, ["Infer"])
+    ticket = runtime.submit(work.Infer)
+    old = submissions.take(book, first.id).taken
+    assert old is not None
+    holders.leave(book, first)  # declared dead, though it runs on
+    new = submissions.take(book, second.id).taken
+    assert new is not None
+    [run] = Work.taken(old, first)
+    setup = run.set_up_for("Model", "described")
+    setup.recorded.append(cuda(10))
+    ask = admission.Ask(asker=setup.member(), position=0, companions=(run.member(),))
+    assert admission.reserve(book, ask) == admission.Parked()
+    assert ticket.state is ExecutionState.RUNNING
+    done = Done(id=new.id, claim=new.claim, state=ExecutionState.SUCCEEDED, result="1", result_kind="json")
+    assert submissions.take(book, second.id, done).finished is True
+
+
+def test_what_is_given_back_or_left_by_the_dead_wakes_an_idle_worker(runtime: Runtime, book: Book, url: str) -> None:
+    here = holders.attest_host(book, "test-host")
+    first, second = (holders.register(book, here, role="worker") for _ in range(2))
+    submissions.accept(book, first.id, ["Add"])
+    runtime.submit(work.Add, a=1, b=2)
+    taken = submissions.take(book, first.id).taken
+    assert taken is not None
+    submissions.accept(book, second.id, ["Add"])
+    with psycopg.connect(url, autocommit=True) as listener:
+        listener.execute("LISTEN jayrun")
+        submissions.accept(book, first.id, [])
+        submissions.take(book, first.id, Done(id=taken.id, claim=taken.claim, state=ExecutionState.READY))
+        assert str(second.id) in [each.payload for each in listener.notifies(timeout=PATIENCE, stop_after=1)]
+        again = submissions.take(book, second.id).taken
+        assert again is not None
+        submissions.accept(book, second.id, [])
+        third = holders.register(book, here, role="worker")
+        submissions.accept(book, third.id, ["Add"])
+        holders.leave(book, second)
+        assert str(third.id) in [each.payload for each in listener.notifies(timeout=PATIENCE, stop_after=1)]
 
 
 def test_failing_fast_ends_the_intake(runtime: Runtime, crew: Crew, tmp_path: Path) -> None:

@@ -518,3 +518,16 @@ def test_only_the_dead_are_reclaimed(url: str, book: Book) -> None:
         assert reclaim.sweep(book, stage.host_id) == 0
         _, outcome = stage.reserve(cuda(1), wait=False)
         assert outcome == Unavailable()
+
+
+def test_waiters_of_one_shape_are_kept_for_also_behind_others(book: Book, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.settings SET bypass_limit = 2")
+    here = scene(book, gpus(1))
+    here.granted(cuda(10))
+    assert here.reserve(cuda(20))[1] == Parked()
+    for _ in range(2):
+        here.granted(cuda(1))
+    assert here.reserve(cuda(1), wait=False)[1] == Unavailable()
+    for _ in range(2):  # they come before it, and nobody has bypassed them
+        assert here.reserve(cuda(20), priority=5)[1] == Parked()
+    assert here.reserve(cuda(1), wait=False)[1] == Unavailable()

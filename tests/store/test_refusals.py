@@ -382,8 +382,11 @@ def test_heartbeats_do_not_disturb_an_admission(hand: Sql, other: Sql, book: Boo
 
 def test_heartbeats_touch_no_index(hand: Sql, book: Book) -> None:
     def alone() -> bool:
-        """Whether every other session has ended, and so has told what it did."""
-        others = "SELECT FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        """Whether every other session has ended, and so has told what it did; those of earlier tests are made to."""
+        others = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        )
         return hand.execute(others).fetchone() is None
 
     def updates() -> list[tuple[Any, ...]]:
