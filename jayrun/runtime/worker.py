@@ -51,7 +51,6 @@ END_AT_ONCE = signal.SIGUSR1
 FAILED_FAST_NOW = signal.SIGUSR2
 """Tells the supervisor that an execution failed, before the worker has ended."""
 
-_COMBINE_SECONDS = 0.05  # how often a busy worker looks whether somebody who waits should come before what is ready
 _OUTAGE_PAUSE_SECONDS = 1.0
 
 
@@ -106,7 +105,6 @@ class Worker:
         self._draining = False
         self._running = False
         self._failed = False
-        self._combined_at = 0.0
         self._unreachable = False
         self._drained = False
         self._wake_reader, self._wake_writer = os.pipe()
@@ -158,9 +156,7 @@ class Worker:
                     return None
 
     def _try_next(self, done: Done | None) -> Taken | None:
-        now = time.monotonic()
-        recently = now - self._combined_at < _COMBINE_SECONDS and done is not None
-        found = submissions.take(self._book, self._service.holder.id, done, before_waiting=recently)
+        found = submissions.take(self._book, self._service.holder.id, done)
         if not found.is_alive:
             raise DeclaredDead
         if done is not None and not found.finished:
@@ -168,7 +164,6 @@ class Worker:
                 "execution %s was not finished by this worker: another one has it now, or it was ended", done.id
             )
         if found.waits:
-            self._combined_at = now
             self._service.combine()
             found = submissions.take(self._book, self._service.holder.id, before_waiting=True)
         return found.taken
