@@ -8,7 +8,8 @@ from typing import Annotated, assert_never
 import typer
 
 from jayrun.domain.devices import Backend
-from jayrun.domain.why import Later, Never, Now, outlook_text
+from jayrun.domain.explanation import outlook_text
+from jayrun.domain.why import Later, Never, Now
 from jayrun.settings import Settings
 from jayrun.store import devices, holders
 from jayrun.store.explain import forecast

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 from typing import Annotated, Any
-from uuid import UUID
 
 import typer
 
@@ -17,9 +16,9 @@ from jayrun.domain.units import format_bytes
 from jayrun.errors import PlacementTimeout
 from jayrun.runtime.ticket import Ticket
 from jayrun.settings import Settings
-from jayrun.store import admission, audit, devices, holders, submissions
+from jayrun.store import audit, claims, devices, submissions
 from jayrun.store.submissions import submission
-from jayrun.store.transactions import Book
+from jayrun.store.transactions import PATIENCE_SECONDS, Book
 
 from .book import open_book, open_judged
 from .exits import checked_arguments
@@ -105,7 +104,8 @@ def submit(
     settings = Settings.load()
     if timeout is not None and not wait:
         raise typer.BadParameter("--timeout is for --wait", param_hint="--timeout")
-    with closing(open_book(settings, start=True)) as book:
+    # A wait outlasts a restart of the server.
+    with closing(open_book(settings, start=True, patience_seconds=PATIENCE_SECONDS if wait else 0)) as book:
         with checked_arguments():
             wanted = submission(
                 name,
@@ -125,7 +125,7 @@ def submit(
             typer.echo(json.dumps({"id": str(execution_id)}) if as_json else str(execution_id))
             return
         typer.echo(f"execution {execution_id}: waiting for its end; Ctrl-C leaves it in the book", err=True)
-        ticket = _ticket(book, settings, execution_id)
+        ticket = Ticket(book, execution_id)
         try:
             result = ticket.result(timeout)
         except TimeoutError as error:
@@ -147,10 +147,8 @@ def cancel(execution: ExecutionId, as_json: AsJson = False) -> None:
     One that waits ends at once. One that runs is refused its next request; a worker that goes on with it is ended after
     the book's cancel_seconds (10).
     """
-    settings = Settings.load()
-    with closing(open_judged(settings)) as book:
+    with closing(open_judged(Settings.load())) as book:
         found = submissions.cancel(book, audit.find_execution(book, execution), who=kernel.user_name())
-        _combine(book, settings)
         row = audit.execution(book, found.id)
     if as_json:
         typer.echo(to_json(row))
@@ -167,15 +165,14 @@ def retry(execution: ExecutionId, as_json: AsJson = False) -> None:
     Its attempts count anew; what it recorded stays recorded, so an operator whose requests have changed is submitted
     anew instead.
     """
-    settings = Settings.load()
-    with closing(open_judged(settings)) as book:
+    with closing(open_judged(Settings.load())) as book:
         found = submissions.retry(book, audit.find_execution(book, execution))
         row = audit.execution(book, found.id)
     typer.echo(to_json(row) if as_json else f"{found.name} is {found.state}")
 
 
 def _warn_of_unknown(book: Book, name: str) -> None:
-    known = submissions.known_operators(book)
+    known = claims.known_operators(book)
     if name not in known:
         others = f"those that run know {', '.join(known)}" if known else "none runs"
         typer.echo(f"no running worker knows {name} yet ({others}): it waits for `jayrun worker MODULE`", err=True)
@@ -197,27 +194,18 @@ def _inputs(given: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _ticket(book: Book, settings: Settings, execution_id: UUID) -> Ticket:
-    return Ticket(book, holders.attest_host(book, settings.host_id), execution_id)
-
-
-def _combine(book: Book, settings: Settings) -> None:
-    """What was let go is for the next in line."""
-    if (host_id := holders.find_own_host(book, settings.host_id)) is not None:
-        admission.combine(book, host_id)
-
-
 def _failure(row: Row) -> str:
     failure = row["failure"] or {}
     return f"{failure['type']}: {failure.get('message', '')}".splitlines()[0] if "type" in failure else ""
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:
-    where = (
-        f"pid {row['pid']} on {row['host']}"
-        if row["pid"]
-        else (row["host"] or ("-" if row["ended_at"] else "any host"))
-    )
+    where = row["host"] or ("-" if row["ended_at"] else "any host")
+    if row["pid"]:
+        where = f"pid {row['pid']} on {where}"
+    attempt = f"{row['attempt']} of {row['max_attempts']}"
+    if row["crashes"]:
+        attempt += f"; crashes of its workers: {row['crashes']}"
     facts = [
         ("execution", str(row["id"])),
         ("operator" if row["kind"] == "operator" else row["kind"], row["execution"]),
@@ -225,11 +213,7 @@ def _facts(row: Row) -> list[tuple[str, str]]:
         ("submitted", f"{local(row['submitted_at'])} by {row['user'] or '-'}"),
         ("runs on" if not row["ended_at"] else "ran on", where),
         ("priority", str(row["priority"])),
-        (
-            "attempt",
-            f"{row['attempt']} of {row['max_attempts']}"
-            + (f"; crashes of its workers: {row['crashes']}" if row["crashes"] else ""),
-        ),
+        ("attempt", attempt),
         ("waited", age(row["waited_seconds"])),
     ]
     for name in ("claimed_at", "waiting_since", "not_before", "ended_at"):
@@ -241,17 +225,16 @@ def _facts(row: Row) -> list[tuple[str, str]]:
     if row["detached"]:
         facts.append(("inputs", _shown(row["inputs"])))
     if row["result_kind"]:
-        facts.append(
-            ("result", _shown(row["result"]) if row["result_kind"] == "json" else f"not kept: {row['result_kind']}")
-        )
+        kept = row["result_kind"] == "json"
+        facts.append(("result", _shown(row["result"]) if kept else f"not kept: {row['result_kind']}"))
     failure = dict(row["failure"] or {})
     if failure:
         facts.append(("failure", _failure(row)))
-        place = ", ".join(f"{name} {failure[name]}" for name in ("attempt", "host", "pid") if name in failure)
+        place = [f"{name} {failure[name]}" for name in ("attempt", "host", "pid") if name in failure]
         if "at" in failure:
-            place += f"{', ' if place else ''}{local(datetime.fromisoformat(failure['at']))}"
+            place.append(local(datetime.fromisoformat(failure["at"])))
         if place:
-            facts.append(("failed in", place))
+            facts.append(("failed in", ", ".join(place)))
         facts += [("", line) for line in str(failure.get("traceback", "")).splitlines()]
     return facts
 

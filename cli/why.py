@@ -9,21 +9,8 @@ from typing import Annotated, assert_never
 import typer
 
 from jayrun.domain.devices import Share
-from jayrun.domain.why import (
-    Active,
-    DeviceTerms,
-    Ended,
-    Explanation,
-    Held,
-    HostTerms,
-    Later,
-    Never,
-    Now,
-    Outlook,
-    Ready,
-    Waiting,
-    Who,
-)
+from jayrun.domain.explanation import Active, Ended, Explanation, Ready, Waiting
+from jayrun.domain.why import DeviceTerms, Held, HostTerms, Later, Never, Now, Outlook, Who
 from jayrun.settings import Settings
 from jayrun.store import audit
 from jayrun.store.explain import explain

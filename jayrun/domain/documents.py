@@ -33,7 +33,7 @@ def _check(value: object, where: str) -> None:
             if value != value or value in (float("inf"), float("-inf")):
                 raise ValueError(f"{where} is {value!r}, which JSON has no form for")
         case str():
-            _check_text(value, where)
+            check_text(value, where)
         case list() | tuple():
             for place, each in enumerate(value):
                 _check(each, f"{where}[{place}]")
@@ -41,13 +41,16 @@ def _check(value: object, where: str) -> None:
             for key, each in value.items():
                 if not isinstance(key, str):
                     raise TypeError(f"{where} has the key {key!r} ({type(key).__name__}); JSON's keys are text")
-                _check_text(key, f"a key of {where}")
+                check_text(key, f"a key of {where}")
                 _check(each, f"{where}[{key!r}]")
         case _:
             raise TypeError(f"{where} is {value!r} ({type(value).__name__}), which JSON has no form for")
 
 
-def _check_text(value: str, where: str) -> None:
+def check_text(value: object, where: str) -> None:
+    """Refuse what is no text (TypeError), or none that PostgreSQL can store (ValueError); `where` names the value."""
+    if not isinstance(value, str):
+        raise TypeError(f"{where} must be text, not {value!r} ({type(value).__name__})")
     if "\0" in value:
         raise ValueError(f"{where} contains NUL, which PostgreSQL cannot store")
     try:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import gc
-import inspect
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, assert_never
 
@@ -25,6 +20,7 @@ from jayrun.errors import (
     PlacementSignalSwallowed,
     PlacementTimeout,
 )
+from jayrun.runtime.calls import called, collect_garbage, stored
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Undo
 from jayrun.runtime.operator import Operator, Resource, bound, declared_inputs
@@ -36,9 +32,9 @@ from jayrun.runtime.signal import PlacementSignal, clear_frames
 from jayrun.runtime.work import Invocation, Work
 from jayrun.store import admission, executions
 from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
+from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed, News
 from jayrun.store.leases import Finished, Lease
-from jayrun.store.submissions import Taken
 
 log = logging.getLogger("jayrun")
 
@@ -225,7 +221,7 @@ class Job:
         instance._interface = PlacementInterface(invocation, self._answer)
         try:
             try:
-                result = _called(function, invocation)
+                result = called(function, invocation)
             except PlacementSignal as signal:
                 clear_frames(signal)
                 self._give_up_grants(invocation, name)
@@ -418,48 +414,3 @@ class Job:
         return Work.new(
             kind="operator", name=self._operator.__name__, holder=self._service.holder, priority=self._priority
         )
-
-
-def collect_garbage() -> None:
-    """Collect in a thread of its own: Ctrl-C that hits a finalizer run by the main thread would be lost."""
-    collector = threading.Thread(target=gc.collect, name="jayrun-collect", daemon=True)
-    collector.start()
-    collector.join()
-
-
-def _called(function: Callable[[], Any], invocation: Invocation) -> Any:
-    """The result of `function`, awaited if it is a coroutine function."""
-    if not inspect.iscoroutinefunction(function):
-        return function()
-
-    async def main() -> Any:
-        invocation.main_task = asyncio.current_task()
-        return await function()
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main())
-    # The caller runs in an event loop already, which cannot run a second one: a thread of its own can.
-    outcome: list[Any] = []
-    context = contextvars.copy_context()
-
-    def in_thread() -> None:
-        try:
-            outcome.extend((True, context.run(asyncio.run, main())))
-        except BaseException as error:  # handed to the thread that waits for this one
-            outcome.extend((False, error))
-
-    thread = threading.Thread(target=in_thread, name="jayrun-async")
-    thread.start()
-    thread.join()
-    succeeded, value = outcome
-    if not succeeded:
-        raise value
-    return value
-
-
-def stored(error: BaseException) -> dict[str, object]:
-    """`error` as the book keeps it."""
-    text = "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": str(error), "traceback": text[-20_000:]}

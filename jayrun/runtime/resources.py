@@ -142,10 +142,8 @@ class Resources:
         ) as error:  # user code; the lease has to go all the same, and the log says whose teardown it was
             log.exception("teardown of %s failed", name)
             clear_frames(error)  # whoever keeps the log record does not keep the data
-        del (
-            cached.data,
-            cached.resource,
-        )  # the last references that jayrun has: the leases end unless user code kept one
+        # The last references that jayrun has: the leases end unless user code kept one.
+        del cached.data, cached.resource
         if any(hold() is not None for hold, _ in cached.leases):
             log.warning("%s is torn down, but user code keeps a placement of it alive: its lease stays taken", name)
             with self._lock:

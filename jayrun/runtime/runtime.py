@@ -157,12 +157,9 @@ class Runtime:
         `host` (name or identity) pins it to a host. At least once: a worker that dies running it is followed by
         another. Raises TypeError and ValueError for bad arguments, `UnknownHost`.
         """
-        if not self._is_mine():
-            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
+        self._check(retry)
         if self._refusal is not None:
             raise RuntimeClosed(self._refusal)
-        if not isinstance(retry, RetryPolicy):
-            raise TypeError(f"retry must be a RetryPolicy, not {retry!r} ({type(retry).__name__})")
         if isinstance(operator, type) and issubclass(operator, Operator) and operator is not Operator:
             check_inputs(operator, inputs)
         elif not isinstance(operator, str):
@@ -188,7 +185,7 @@ class Runtime:
             whole = UUID(str(execution_id))
         except ValueError:
             raise ValueError(f"execution_id must be a whole id, as Ticket.id is, not {execution_id!r}") from None
-        return Ticket(self._service.book, self._service.host_id, whole)
+        return Ticket(self._service.book, whole)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every release and finish of this process so far is committed; False after `timeout` seconds."""
@@ -260,20 +257,25 @@ class Runtime:
         retry: object,
     ) -> Job:
         """Check the arguments, before any lock is touched: in a forked child another thread may have held it."""
-        if not self._is_mine():
-            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
+        checked = self._check(retry)
         if not (isinstance(operator, type) and issubclass(operator, Operator)):
             raise TypeError(f"operator must be a subclass of Operator, not {operator!r}")
-        if not isinstance(retry, RetryPolicy):
-            raise TypeError(f"retry must be a RetryPolicy, not {retry!r} ({type(retry).__name__})")
         return Job(
             self._service,
             operator,
             inputs,
             priority=whole_number(priority, "priority", minimum=-(2**31), maximum=2**31 - 1),
             timeout_seconds=_seconds(timeout),
-            retry=retry,
+            retry=checked,
         )
+
+    def _check(self, retry: object) -> RetryPolicy:
+        """Refuse a forked child, and what is no policy."""
+        if not self._is_mine():
+            raise PlacementUnavailableHere("a forked child owns nothing of its parent; make a new Runtime in the child")
+        if not isinstance(retry, RetryPolicy):
+            raise TypeError(f"retry must be a RetryPolicy, not {retry!r} ({type(retry).__name__})")
+        return retry
 
     def _wait(self, job: Job) -> Resolution:
         """Block this thread until the job's wait is resolved; an interrupt leaves nothing in the queue."""

@@ -24,7 +24,7 @@ from jayrun.errors import BookError
 from jayrun.runtime import reconciler
 from jayrun.runtime.worker import CANNOT_IMPORT, END_AT_ONCE, FAILED_FAST, FAILED_FAST_NOW
 from jayrun.settings import child_environment
-from jayrun.store import holders, submissions
+from jayrun.store import claims, holders
 from jayrun.store.holders import Holder
 from jayrun.store.transactions import Book
 
@@ -65,7 +65,7 @@ class _Place:
 
 
 class Supervisor:
-    """Runs a `Crew` for the book at `url` until it is told to end. `say` gets a line for people at each event."""
+    """Runs a `Crew` on this host for `book` until it is told to end. `say` gets a line for people at each event."""
 
     def __init__(self, book: Book, host_id: int, crew: Crew, *, say: Callable[[str], None]) -> None:
         self._book = book
@@ -132,17 +132,20 @@ class Supervisor:
         while told < self._terms:
             told += 1
             alive = [place.process for place in self._places if place.process is not None]
-            if told == 1 and alive:
-                self._say("draining: what runs is finished, nothing new is taken; a second signal gives it back")
-                if self._crew.drain_seconds is not None:
-                    self._kill_at = time.monotonic() + self._crew.drain_seconds
-            elif told == 2:
-                self._say("ending: what runs is given back to the book")
-                self._kill_at = time.monotonic() + GRACE_SECONDS
-            else:
-                self._kill_at = time.monotonic()
+            if not alive:
+                continue
+            match told:
+                case 1:
+                    order, grace = signal.SIGTERM, self._crew.drain_seconds
+                    self._say("draining: what runs is finished, nothing new is taken; a second signal gives it back")
+                case 2:
+                    order, grace = END_AT_ONCE, GRACE_SECONDS
+                    self._say("ending: what runs is given back to the book")
+                case _:
+                    order, grace = signal.SIGKILL, None
+            self._kill_at = None if grace is None else time.monotonic() + grace
             for process in alive:
-                process.send_signal({1: signal.SIGTERM, 2: END_AT_ONCE}.get(told, signal.SIGKILL))
+                process.send_signal(order)
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             if self._terms == 1:  # the drain took too long
                 self._terms = 2
@@ -224,7 +227,7 @@ class Supervisor:
             holders.beat(book, holder)
             holders.attest(book, self._host_id, pids)
             # Of any supervisor: the one that started it may be gone.
-            for who, execution_id in submissions.overdue(book, self._host_id):
+            for who, execution_id in claims.overdue(book, self._host_id):
                 if kernel.kill(who):
                     self._say(f"worker {who.pid} is killed: execution {execution_id} was cancelled and did not end")
             probes.reach("supervisor.attending")

@@ -7,10 +7,10 @@ from typing import Any
 from uuid import UUID
 
 from jayrun import kernel
+from jayrun.domain.explanation import Explanation
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.domain.why import Explanation
 from jayrun.errors import ExecutionFailed, PlacementCancelled
-from jayrun.store import admission, submissions
+from jayrun.store import submissions
 from jayrun.store.explain import explain
 from jayrun.store.submissions import Look
 from jayrun.store.transactions import Book
@@ -19,9 +19,8 @@ from jayrun.store.transactions import Book
 class Ticket:
     """A submitted execution, by its `id`: it can be asked for, waited for and cancelled from any process."""
 
-    def __init__(self, book: Book, host_id: int, execution_id: UUID) -> None:
+    def __init__(self, book: Book, execution_id: UUID) -> None:
         self._book = book
-        self._host_id = host_id
         self.id = execution_id
 
     def __repr__(self) -> str:
@@ -73,7 +72,7 @@ class Ticket:
                     until = min(until, give_up_at)
                 # A look when its own name is called; others are called all the time.
                 while (left := until - time.monotonic()) > 0:
-                    if str(self.id) in listener.wait(left):
+                    if not listener.wait(left).isdisjoint((str(self.id), "*")):
                         break
         return found
 
@@ -90,6 +89,4 @@ class Ticket:
         What runs ends at its next request; a worker that goes on is ended after the book's `cancel_seconds`. Raises
         `UnknownId`.
         """
-        found = submissions.cancel(self._book, self.id, who=kernel.user_name())
-        admission.combine(self._book, self._host_id)
-        return found.state
+        return submissions.cancel(self._book, self.id, who=kernel.user_name()).state

@@ -12,11 +12,11 @@ from jayrun.domain.placements import Placement, PlacementGroup, PlacementLocatio
 from jayrun.domain.requests import Request
 from jayrun.runtime.holds import Hold, Outbox, Release
 from jayrun.store.admission import Execution, Member
+from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed
 from jayrun.store.holders import Holder
 from jayrun.store.ids import new_id
 from jayrun.store.leases import Lease
-from jayrun.store.submissions import Taken
 
 
 @dataclass(slots=True, eq=False)

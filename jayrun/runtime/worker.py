@@ -27,15 +27,16 @@ from jayrun.domain.documents import to_json
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.placements import CPU_PLACEMENT
 from jayrun.errors import BookBusy, BookError, BookUnreachable, PlacementCancelled
+from jayrun.runtime.calls import collect_garbage, stored
 from jayrun.runtime.data import Data
-from jayrun.runtime.job import Job, collect_garbage, stored
+from jayrun.runtime.job import Job
 from jayrun.runtime.operator import Operator
 from jayrun.runtime.retry import RetryPolicy, allows_by_name
 from jayrun.runtime.service import Service, service_for
 from jayrun.settings import Settings
-from jayrun.store import submissions
+from jayrun.store import claims
 from jayrun.store.changes import WORKERS
-from jayrun.store.submissions import Done, Taken
+from jayrun.store.claims import Done, Taken
 from jayrun.store.transactions import Book
 
 log = logging.getLogger("jayrun")
@@ -117,7 +118,7 @@ class Worker:
         signal.signal(signal.SIGTERM, self._told_to_drain)
         signal.signal(END_AT_ONCE, self._told_to_end)
         probes.reach("worker.registered")
-        submissions.accept(self._book, self._service.holder.id, list(self._operators))
+        claims.accept(self._book, self._service.holder.id, list(self._operators))
         done: Done | None = None
         with self._book.listen() as listener:
             while True:
@@ -156,7 +157,7 @@ class Worker:
                     return None
 
     def _try_next(self, done: Done | None) -> Taken | None:
-        found = submissions.take(self._book, self._service.holder.id, done)
+        found = claims.take(self._book, self._service.holder.id, done)
         if not found.is_alive:
             raise DeclaredDead
         if done is not None and not found.finished:
@@ -165,7 +166,7 @@ class Worker:
             )
         if found.waits:
             self._service.combine()
-            found = submissions.take(self._book, self._service.holder.id, before_waiting=True)
+            found = claims.take(self._book, self._service.holder.id, before_waiting=True)
         return found.taken
 
     def _idle(self, listener: Any) -> None:
@@ -192,7 +193,7 @@ class Worker:
         """
         while not self._drained:
             try:
-                submissions.accept(self._book.with_patience(_OUTAGE_PAUSE_SECONDS), self._service.holder.id, [])
+                claims.accept(self._book.with_patience(_OUTAGE_PAUSE_SECONDS), self._service.holder.id, [])
                 self._drained = True
             except BookError as error:
                 if not before_telling:
@@ -238,14 +239,13 @@ class Worker:
 
     def _succeeded(self, taken: Taken, data: Data) -> Done:
         """A JSON value on the CPU is stored; of anything else only its kind."""
-        ended = Done(id=taken.id, claim=taken.claim, state=ExecutionState.SUCCEEDED)
+        result, kind = None, type(data.value).__name__
         if data.placement is not CPU_PLACEMENT:
-            kind = f"{type(data.value).__name__} on {data.placement.primary.device}"
-            return _with_result(ended, None, kind)
-        try:
-            return _with_result(ended, to_json(data.value, "the result"), "json")
-        except TypeError:
-            return _with_result(ended, None, type(data.value).__name__)
+            kind += f" on {data.placement.primary.device}"
+        else:
+            with contextlib.suppress(TypeError):  # then it is no JSON
+                result, kind = to_json(data.value, "the result"), "json"
+        return Done(id=taken.id, claim=taken.claim, state=ExecutionState.SUCCEEDED, result=result, result_kind=kind)
 
     def _judge(self, taken: Taken, error: BaseException) -> Done:
         failure = stored(error) | {"attempt": taken.attempt, "host": kernel.host_name(), "pid": os.getpid()}
@@ -280,10 +280,6 @@ class Worker:
 
 
 _ONCE = RetryPolicy()
-
-
-def _with_result(done: Done, result: str | None, kind: str) -> Done:
-    return Done(id=done.id, claim=done.claim, state=done.state, result=result, result_kind=kind)
 
 
 def main(arguments: Sequence[str]) -> int:

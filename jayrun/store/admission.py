@@ -7,6 +7,7 @@ releases and then combines hands the capacity on in the same breath.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from uuid import UUID
@@ -17,6 +18,7 @@ from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.queue import Admission, Waiter, admit
 from jayrun.domain.requests import Request
 from jayrun.domain.sequence import shape_of
+from jayrun.errors import BookError
 from jayrun.store import everywhere, leases, reclaim
 from jayrun.store.changes import Changes
 from jayrun.store.leases import Lease, LeasedShare
@@ -147,12 +149,20 @@ def reserve(book: Book, ask: Ask) -> Outcome:
         probes.reach("reserve.granted")
     elif isinstance(outcome.answer, Parked):
         probes.reach("reserve.parked")
-    # A release that raced with a park did not see it, so the park looks for the release.
-    if outcome.more or (isinstance(outcome.answer, Parked) and leases.anything_to_fold(book, host_id)):
-        combine(book, host_id)
-    if isinstance(outcome.answer, Parked) and ask.asker.execution.is_free:
-        everywhere.fail_impossible(book)
+    # The answer stands, whatever becomes of the rest: a book that is away now is looked at again at the next tick.
+    with contextlib.suppress(BookError):
+        _serve_others(book.with_patience(0), ask, outcome)
     return outcome.answer
+
+
+def _serve_others(book: Book, ask: Ask, outcome: _Tried) -> None:
+    host_id = ask.asker.execution.host_id
+    is_parked = isinstance(outcome.answer, Parked)
+    # A release that raced with a park did not see it, so the park looks for the release.
+    if outcome.more or (is_parked and leases.anything_to_fold(book, host_id)):
+        combine(book, host_id)
+    if is_parked and ask.asker.execution.is_free:
+        everywhere.fail_impossible(book)
 
 
 def combine(book: Book, host_id: int, *, settling: str = "") -> int:

@@ -18,6 +18,7 @@ from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.ending import Endable, first_to_end, without
 from jayrun.domain.queue import Admission
 from jayrun.store import admission
+from jayrun.store.changes import payload
 from jayrun.store.picture import Picture, load
 from jayrun.store.transactions import Book, Gate
 
@@ -123,8 +124,7 @@ class _Blockers:
         waiters = [unit.waiter for unit in self._picture.units.values()]
         chosen = first_to_end(waiters, without(self._picture.devices, gone), idle, self._decide)
         if chosen:
-            told = " ".join(sorted({str(owners[each]) for each in chosen}))
-            self._gate.commit(_FLAG, (list(chosen),), notify=told)
+            self._gate.commit(_FLAG, (list(chosen),), notify=payload({str(owners[each]) for each in chosen}))
             return len(chosen), 0
         deadlock = find_deadlock(self._parties(), self._picture.devices, held)
         if deadlock is None:

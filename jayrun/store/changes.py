@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from uuid import UUID
 
@@ -68,12 +69,13 @@ class Changes:
             gate.commit() if durable else gate.leave()
             return {}
         document = self._document | {"host_id": self._host_id}
-        return dict(gate.commit(_WRITE, (document,), notify=self._payload() if self._told else None))
+        return dict(gate.commit(_WRITE, (document,), notify=payload(self._told) if self._told else None))
 
     def _add(self, part: str, record: Any) -> None:
         self._document.setdefault(part, []).append(record)
 
-    def _payload(self) -> str:
-        """The holders to wake; `*` for everyone when they are more than a notification holds."""
-        names = " ".join(sorted(self._told))
-        return names if len(names) < 7_900 else "*"
+
+def payload(names: Iterable[str]) -> str:
+    """A notification that names all of `names`; `*`, everyone, when they are more than it holds."""
+    text = " ".join(sorted(names))
+    return text if len(text) < 7_900 else "*"

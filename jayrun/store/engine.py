@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,16 @@ _CONNECT = {
     "target_session_attrs": "read-write",
     "hostaddr": "",  # a caller's PGHOSTADDR would send us elsewhere than the URL says
 }
+
+
+def _as_text(record: logging.LogRecord) -> bool:
+    """A log record that a handler keeps would keep the error in it, by the error's frames the locals of all callers,
+    and with them a user's data and its leases."""
+    record.msg, record.args = record.getMessage(), ()
+    return True
+
+
+logging.getLogger("psycopg").addFilter(_as_text)
 
 
 def connect_engine(url: str, *, role: str, instance: str = "") -> Engine:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from psycopg import Connection as PgConnection
-from psycopg.types.json import Jsonb
 
 from jayrun.domain.devices import BookedDevice
 from jayrun.domain.planner import Impossible, judge
+from jayrun.errors import PlacementImpossible
+from jayrun.store.changes import payload
 from jayrun.store.picture import booked_device
 from jayrun.store.requests import from_row
-from jayrun.store.transactions import Book
+from jayrun.store.transactions import Book, Gate
 
 # Nobody reads the devices of all hosts while no one waits for any of several. One waiter stands for all of its shape;
 # what fails fails by its shape.
@@ -32,34 +32,45 @@ FROM jayrun.hosts h LEFT JOIN jayrun.devices d ON d.host_id = h.id AND d.removed
 ORDER BY h.id, d.kind, d.host_index
 """
 _FAIL = """
-SELECT jayrun.fail_waiting(w.id, %(why)s), CASE WHEN w.watched THEN pg_notify('jayrun', w.id::text) END
+SELECT w.id::text, w.watched, jayrun.fail_waiting(w.id, %s::jsonb)
 FROM (SELECT id, watched FROM jayrun.executions
-      WHERE state = 'waiting' AND id = unit_id AND queue_id = 0 AND shape = %(shape)s ORDER BY id FOR UPDATE) w
+      WHERE state = 'waiting' AND id = unit_id AND queue_id = 0 AND shape = %s ORDER BY id FOR UPDATE) w
 """
 
 
 def fail_impossible(book: Book) -> int:
     """Let those fail who wait for any host and could be served by none, were it empty; returns how many shapes."""
+    if not book.written(lambda pg: _impossible(lambda statement: pg.execute(statement).fetchall())):
+        return 0
 
-    def unit(pg: PgConnection[Any]) -> int:
-        waiting = pg.execute(_FREE).fetchall()
-        if not waiting:
-            return 0
-        hosts: dict[tuple[int, str], list[BookedDevice]] = {}
-        for host_id, name, *device in pg.execute(_DEVICES).fetchall():
-            on_host = hosts.setdefault((host_id, name), [])
-            if device[0] is not None:
-                on_host.append(booked_device(host_id, device))
-        failed = 0
-        for shape, requests in waiting:
-            wanted = [from_row(row) for row in requests or ()]
-            verdicts = {host: judge(wanted, devices) for host, devices in hosts.items()}
-            reasons = {host: verdict.reason for host, verdict in verdicts.items() if isinstance(verdict, Impossible)}
-            if len(reasons) == len(hosts):
-                message = "\n".join(f"on {name}: {reason}" for (_, name), reason in reasons.items())
-                why = Jsonb({"type": "PlacementImpossible", "message": message})
-                pg.execute(_FAIL, {"why": why, "shape": shape})
-                failed += 1
-        return failed
+    def unit(gate: Gate) -> int:
+        # Judged again behind the gate, through which devices are declared too.
+        found = _impossible(gate.execute)
+        watched: set[str] = set()
+        for shape, reason in found.items():
+            why = {"type": PlacementImpossible.__name__, "message": reason}
+            watched |= {row[0] for row in gate.execute(_FAIL, (why, shape)) if row[1]}
+        gate.commit(notify=payload(watched) if watched else None)
+        return len(found)
 
-    return book.written(unit)
+    return book.gated(unit)
+
+
+def _impossible(execute: Callable[[str], Sequence[Any]]) -> dict[str, str]:
+    """The shapes that no host could ever serve, and why."""
+    waiting = execute(_FREE)
+    if not waiting:
+        return {}
+    hosts: dict[tuple[int, str], list[BookedDevice]] = {}
+    for host_id, name, *device in execute(_DEVICES):
+        on_host = hosts.setdefault((host_id, name), [])
+        if device[0] is not None:
+            on_host.append(booked_device(host_id, device))
+    found = {}
+    for shape, requests in waiting:
+        wanted = [from_row(row) for row in requests or ()]
+        verdicts = {host: judge(wanted, devices) for host, devices in hosts.items()}
+        reasons = [(name, each.reason) for (_, name), each in verdicts.items() if isinstance(each, Impossible)]
+        if len(reasons) == len(hosts):
+            found[shape] = "\n".join(f"on {name}: {reason}" for name, reason in reasons)
+    return found

@@ -45,9 +45,11 @@ WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation
 """
 _RETURN_LEASES = """
 UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'returned'
-FROM jayrun.leases l
-WHERE l.id = h.lease_id AND h.ended_at IS NULL AND l.execution_id = ANY (%s) AND l.ended_at IS NULL
-  AND (l.execution_id, l.invocation) IN (SELECT * FROM unnest(%s::uuid[], %s::integer[]))
+FROM (SELECT x.lease_id, x.holder_id FROM jayrun.lease_holders x JOIN jayrun.leases l ON l.id = x.lease_id
+      WHERE x.ended_at IS NULL AND l.execution_id = ANY (%s) AND l.ended_at IS NULL
+        AND (l.execution_id, l.invocation) IN (SELECT * FROM unnest(%s::uuid[], %s::integer[]))
+      ORDER BY x.lease_id, x.holder_id FOR UPDATE OF x) n
+WHERE h.lease_id = n.lease_id AND h.holder_id = n.holder_id
 """
 _RETURN_SLOT = """
 UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'returned' FROM jayrun.leases l

@@ -11,25 +11,11 @@ from sqlalchemy import Connection, text
 from jayrun import kernel
 from jayrun.domain.devices import Share
 from jayrun.domain.ending import Endable
+from jayrun.domain.explanation import Active, Ended, Explanation, Failure, Ready, Waiting
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.queue import Waiter, Worker
 from jayrun.domain.requests import Request
-from jayrun.domain.why import (
-    Active,
-    Ended,
-    Explanation,
-    Failure,
-    Held,
-    HostPicture,
-    Outlook,
-    Queued,
-    Ready,
-    RunningWorker,
-    Waiting,
-    Who,
-    knowing_workers,
-    look_ahead,
-)
+from jayrun.domain.why import Held, HostPicture, Outlook, Queued, RunningWorker, Who, knowing_workers, look_ahead
 from jayrun.errors import UnknownId
 from jayrun.store.devices import read_fleet
 from jayrun.store.ids import new_id

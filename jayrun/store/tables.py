@@ -157,13 +157,6 @@ Index(
     postgresql_where=text("state = 'waiting' AND id = unit_id"),
 )
 Index(
-    "executions_bypassed",
-    executions.c.queue_id,
-    executions.c.shape,
-    executions.c.bypassed,
-    postgresql_where=text("state = 'waiting' AND id = unit_id"),
-)
-Index(
     "executions_waiting_for_workers",
     executions.c.name,
     executions.c.priority.desc(),

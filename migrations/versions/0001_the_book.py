@@ -150,9 +150,8 @@ CREATE TABLE jayrun.executions (
     CHECK (holder_id IS NULL OR NOT detached OR state NOT IN ('ready', 'waiting'))
 ) WITH (fillfactor = 60);
 CREATE UNIQUE INDEX executions_key ON jayrun.executions (key) WHERE key IS NOT NULL;
+-- The only one by queue and shape: of two, the planner may take the one that leaves all waiters of a shape to be sorted.
 CREATE INDEX executions_waiting ON jayrun.executions (queue_id, shape, priority DESC, age)
-    WHERE state = 'waiting' AND id = unit_id;
-CREATE INDEX executions_bypassed ON jayrun.executions (queue_id, shape, bypassed)
     WHERE state = 'waiting' AND id = unit_id;
 CREATE INDEX executions_waiting_for_workers ON jayrun.executions (name, priority DESC, age)
     WHERE state = 'waiting' AND detached AND id = unit_id;
@@ -479,11 +478,15 @@ BEGIN
             FROM shapes s WHERE s.shape IS NOT NULL)
         SELECT json_agg(json_build_array(w.id, w.priority, w.age, w.bypassed, w.shape,
                                          CASE WHEN w.detached THEN w.name END, w.host_id, w.holder_id, o.boot_id,
-                                         o.pid_namespace, o.pid, o.start_ticks, m.requests,
-            (SELECT max(b.bypassed) FROM jayrun.executions b WHERE b.state = 'waiting' AND b.id = b.unit_id
-             AND b.queue_id = shapes.queue_id AND b.shape = shapes.shape)))
+                                         o.pid_namespace, o.pid, o.start_ticks, m.requests, most.bypassed))
         INTO waiting
         FROM shapes
+        CROSS JOIN LATERAL (  -- of those that one batch may reach; by the same index, in the same order
+            SELECT max(b.bypassed) AS bypassed FROM (
+                SELECT w.bypassed FROM jayrun.executions w
+                WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = shapes.queue_id
+                  AND w.shape = shapes.shape AND NOT w.dormant
+                ORDER BY w.priority DESC, w.age LIMIT grants_per_batch) b) most
         CROSS JOIN LATERAL (
             SELECT w.* FROM jayrun.executions w
             WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = shapes.queue_id AND w.shape = shapes.shape
@@ -606,10 +609,13 @@ LANGUAGE plpgsql AS $f$
 DECLARE
     leavers bigint;
 BEGIN
+    -- Whoever ends several of these rows locks them by lease, so that nobody waits in a circle.
     UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = reason
-    FROM unnest(lease_ids, lease_epochs) AS a (lease_id, epoch)
-    JOIN jayrun.leases l ON l.id = a.lease_id AND l.epoch = a.epoch
-    WHERE h.lease_id = l.id AND h.holder_id = the_holder AND h.ended_at IS NULL;
+    FROM (SELECT x.lease_id FROM unnest(lease_ids, lease_epochs) AS a (lease_id, epoch)
+          JOIN jayrun.leases l ON l.id = a.lease_id AND l.epoch = a.epoch
+          JOIN jayrun.lease_holders x ON x.lease_id = l.id AND x.holder_id = the_holder AND x.ended_at IS NULL
+          ORDER BY x.lease_id FOR UPDATE OF x) n
+    WHERE h.lease_id = n.lease_id AND h.holder_id = the_holder;
     GET DIAGNOSTICS leavers = ROW_COUNT;
     RETURN leavers;
 END $f$;

@@ -78,6 +78,10 @@ def test_submit_prints_the_id_and_a_key_gives_it_again(jayrun: Jayrun, sql: Sql)
         (["Add", "--key", ""], "key must be text of 1 to 1000 bytes, not ''"),
         (["Add", "--priority", str(2**31)], "priority must be at most"),
         (["Add", "--host", "nowhere"], "no host in the book is called 'nowhere'"),
+        (["Add", "--max-attempts", str(2**31)], "max_attempts must be at most"),
+        (["Add", "--retry-delay", "1e300"], "retry_seconds must be from 0 to"),
+        (["Add", "--backoff", "1e200"], "retry_backoff must be from 1 to 1000"),
+        (["Add", "--timeout", "5"], "--timeout is for --wait"),
         (["Add", "--max-attempts", "0"], "greater than or equal to 1"),
     ],
 )
@@ -180,6 +184,7 @@ def test_a_module_that_cannot_be_used_ends_the_worker(url: str) -> None:
         said = started.stderr.read()
     assert "module json has no operators" in said
     assert "could not import what it should run" in said
+    assert "given back" not in said.replace("a second signal gives it back", "")
 
 
 def test_an_unknown_operator_is_said_at_once(jayrun: Jayrun, worker: object) -> None:

@@ -14,16 +14,13 @@ from lines import waiter
 
 from jayrun.domain.devices import Backend, BookedDevice, DeviceState, Share
 from jayrun.domain.ending import Endable
+from jayrun.domain.explanation import Active, Ended, Explanation, Failure, Ready, Waiting, outlook_text
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.planner import plan
 from jayrun.domain.queue import Waiter, Worker, admit
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
 from jayrun.domain.why import (
-    Active,
-    Ended,
-    Explanation,
-    Failure,
     Held,
     HostPicture,
     Later,
@@ -31,13 +28,10 @@ from jayrun.domain.why import (
     Now,
     Outlook,
     Queued,
-    Ready,
     RunningWorker,
-    Waiting,
     Who,
     knowing_workers,
     look_ahead,
-    outlook_text,
 )
 
 LIMIT = 16

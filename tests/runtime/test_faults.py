@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -294,6 +296,55 @@ def test_an_outage_holds_nothing_up_and_loses_nothing(own_server: Throwaway, cap
     runtime.close()
     until(lambda: not audit.leases(book))
     book.close()
+
+
+def test_an_outage_right_after_a_wait_began_takes_nothing_from_its_timeout(own_server: Throwaway) -> None:
+    runtime = Runtime(own_server.url, devices=gpus(1))
+    blocker = runtime.run(Take, memory_gb=24)
+    stopped: list[None] = []
+
+    def stop() -> None:
+        stopped.append(None)
+        own_server.stop()
+
+    with probes.arm("reserve.parked", stop), pytest.raises(PlacementTimeout):
+        runtime.run(Take, memory_gb=24, timeout=0.5)
+    assert stopped
+    own_server.start()
+    del blocker
+    runtime.close()
+
+
+def test_a_kept_log_record_keeps_nothing_of_its_callers(
+    book: Book, sql: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """psycopg logs the error of a pipeline that cannot be left; who keeps the record must not keep data by it."""
+
+    class Held:
+        pass
+
+    def caller() -> weakref.ref[Held]:
+        held = Held()
+        cut: list[None] = []
+
+        def unit(pg: psycopg.Connection[Any]) -> None:
+            with pg.pipeline():
+                if not cut:
+                    cut.append(None)
+                    sql.execute("SELECT pg_terminate_backend(%s)", (pg.info.backend_pid,))
+                    kernel.readable(PATIENCE, pg.fileno())
+                pg.execute("SELECT 1").fetchone()
+
+        book.written(unit)
+        return weakref.ref(held)
+
+    gc.disable()  # what only the collector would find is kept too long
+    try:
+        kept = caller()
+        assert "error ignored" in caplog.text
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_failing_fast_during_an_outage_completes_every_future(own_server: Throwaway) -> None:

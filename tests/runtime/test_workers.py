@@ -15,7 +15,7 @@ from uuid import UUID
 import psycopg
 import pytest
 import work_for_workers as work
-from fleet import MakeRuntime, cuda, gpus, scene
+from fleet import MakeRuntime, Scene, cuda, gpus, scene
 from processes import PATIENCE, command, until
 
 from jayrun import RetryPolicy, Runtime, Ticket
@@ -30,10 +30,10 @@ from jayrun.errors import (
 )
 from jayrun.runtime import reconciler
 from jayrun.runtime.work import Work
-from jayrun.store import admission, devices, holders, submissions
+from jayrun.store import admission, claims, devices, holders, submissions
 from jayrun.store.admission import Granted
-from jayrun.store.leases import release
-from jayrun.store.submissions import Done
+from jayrun.store.claims import Done
+from jayrun.store.leases import Lease, release
 from jayrun.store.transactions import Book
 
 Sql = psycopg.Connection[tuple[Any, ...]]
@@ -86,6 +86,12 @@ def began(folder: Path) -> list[int]:
 
 def go(folder: Path) -> None:
     (folder / "go").touch()
+
+
+def let_go(here: Scene, lease: Lease) -> None:
+    """Release what the test held, and hand it on."""
+    release(here.book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
+    admission.combine(here.book, here.host_id)
 
 
 def assert_clean(sql: Sql) -> None:
@@ -151,7 +157,7 @@ def test_a_key_submits_once(runtime: Runtime, sql: Sql) -> None:
         (work.Add, {"a": 1, "b": 1, "c": 1}, TypeError, "Add has no input 'c'"),
         (work.Infer, {"model": 1}, TypeError, "Infer takes the resource 'model' as its class declares it"),
         (work.Add, {"a": 1, "b": 1, "key": ""}, ValueError, "key must be text of 1 to 1000 bytes, not ''"),
-        (work.Add, {"a": 1, "b": 1, "key": 5}, ValueError, "not 5"),
+        (work.Add, {"a": 1, "b": 1, "key": 5}, TypeError, r"key must be text, not 5 \(int\)"),
         (work.Add, {"a": 1, "b": 1, "priority": 2**31}, ValueError, "priority must be at most"),
         (work.Add, {"a": 1, "b": 1, "retry": 3}, TypeError, "retry must be a RetryPolicy, not 3"),
         (work.Add, {"a": 1, "b": 1, "host": "nowhere"}, UnknownHost, "no host in the book is called 'nowhere'"),
@@ -203,8 +209,7 @@ def test_what_waits_occupies_no_worker(runtime: Runtime, crew: Crew, book: Book,
     until(lambda: waits.state is ExecutionState.WAITING)
     assert one(sql, "holder_id IS NULL AND host_id IS NULL", waits.id) is True
     assert runtime.submit(work.Add, a=1, b=2).result(PATIENCE) == 3
-    if release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)]):
-        admission.combine(book, here.host_id)
+    let_go(here, lease)
     assert waits.result(PATIENCE) == [0]
     assert (one(sql, "claim", waits.id), one(sql, "invocation", waits.id), one(sql, "attempt", waits.id)) == (2, 2, 1)
     assert_clean(sql)
@@ -217,8 +222,7 @@ def test_the_whole_sequence_is_admitted_together(runtime: Runtime, crew: Crew, b
     waits = runtime.submit(work.Hold, memory_gb=20, count=2)
     until(lambda: waits.state is ExecutionState.WAITING)
     for lease in taken:
-        if release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)]):
-            admission.combine(book, here.host_id)
+        let_go(here, lease)
     assert waits.result(PATIENCE) == [0, 1]
     rows = sql.execute(
         "SELECT invocation, count(*) FROM jayrun.leases WHERE execution_id = %s GROUP BY 1 ORDER BY 1", (waits.id,)
@@ -240,8 +244,7 @@ def test_who_waited_comes_before_what_is_ready_and_after_what_is_more_urgent(
     later = runtime.submit(work.Add, a=0, b=0)
     urgent = runtime.submit(work.Add, a=0, b=0, priority=2)
     # Its capacity is free now, but no worker is: nobody is granted, nothing is kept idle.
-    release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
-    admission.combine(book, here.host_id)
+    let_go(here, lease)
     assert waits.state is ExecutionState.WAITING
     go(tmp_path)
     for ticket in (busy, later, urgent, waits):
@@ -263,8 +266,7 @@ def test_resources_are_admitted_with_the_run_that_needs_them(
     first.send_signal(signal.SIGTERM)
     assert first.wait(PATIENCE) == 0
     crew()
-    if release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)]):
-        admission.combine(book, here.host_id)
+    let_go(here, lease)
     model_pid, pid, index = waits.result(PATIENCE)
     assert (model_pid, index) == (pid, 0)
     [worker] = workers(sql)
@@ -301,8 +303,7 @@ def test_a_grant_that_its_worker_does_not_fetch_goes_to_another(
     [(stopped, holder_id)] = workers(sql).items()
     os.kill(stopped, signal.SIGSTOP)
     try:
-        if release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)]):
-            admission.combine(book, here.host_id)
+        let_go(here, lease)
         assert one(sql, "holder_id", waits.id) == holder_id
         crew()
         assert waits.result(PATIENCE) == [0]
@@ -340,19 +341,19 @@ def test_only_the_newest_claim_finishes(runtime: Runtime, sql: Sql, book: Book) 
     here = holders.attest_host(book, "test-host")
     first, second = (holders.register(book, here, role="worker") for _ in range(2))
     for worker in (first, second):
-        submissions.accept(book, worker.id, ["Add"])
-    old = submissions.take(book, first.id).taken
+        claims.accept(book, worker.id, ["Add"])
+    old = claims.take(book, first.id).taken
     assert old is not None
     assert old.claim == 1
-    submissions.accept(book, first.id, [])  # it drains, so that it does not take it once more
+    claims.accept(book, first.id, [])  # it drains, so that it does not take it once more
     given_back = Done(id=old.id, claim=1, state=ExecutionState.READY)
-    assert submissions.take(book, first.id, given_back).finished is True
-    new = submissions.take(book, second.id).taken
+    assert claims.take(book, first.id, given_back).finished is True
+    new = claims.take(book, second.id).taken
     assert new is not None
     assert (new.id, new.claim) == (old.id, 2)
     late = Done(id=old.id, claim=1, state=ExecutionState.SUCCEEDED, result='"old"', result_kind="json")
     for worker in (first, second):
-        assert submissions.take(book, worker.id, late).finished is False
+        assert claims.take(book, worker.id, late).finished is False
     assert ticket.state is ExecutionState.RUNNING
 
 
@@ -508,8 +509,7 @@ def test_cancel_while_waiting(runtime: Runtime, crew: Crew, book: Book, sql: Sql
     ticket = runtime.submit(work.Hold, memory_gb=20)
     until(lambda: ticket.state is ExecutionState.WAITING)
     assert ticket.cancel() is ExecutionState.CANCELLED
-    release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
-    admission.combine(book, here.host_id)
+    let_go(here, lease)
     assert ticket.state is ExecutionState.CANCELLED
     assert_clean(sql)
 
@@ -523,8 +523,7 @@ def test_cancel_while_admitted(runtime: Runtime, crew: Crew, book: Book, sql: Sq
     [stopped] = workers(sql)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
-        admission.combine(book, here.host_id)
+        let_go(here, lease)
         assert ticket.state is ExecutionState.ADMITTED
         assert ticket.cancel() is ExecutionState.CANCELLED
     finally:
@@ -578,7 +577,7 @@ def test_cancel_while_a_resource_is_set_up_refuses_its_request(
     with pytest.raises(PlacementCancelled):
         ticket.result(PATIENCE)
     if lease is not None:
-        release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
+        let_go(here, lease)
     assert_clean(sql)
 
 
@@ -615,12 +614,12 @@ def test_a_set_up_of_an_older_claim_leaves_the_newest_alone(runtime: Runtime, bo
     here.granted(cuda(20))
     first, second = (holders.register(book, here.host_id, role="worker") for _ in range(2))
     for worker in (first, second):
-        submissions.accept(book, worker.id, ["Infer"])
+        claims.accept(book, worker.id, ["Infer"])
     ticket = runtime.submit(work.Infer)
-    old = submissions.take(book, first.id).taken
+    old = claims.take(book, first.id).taken
     assert old is not None
     holders.leave(book, first)  # declared dead, though it runs on
-    new = submissions.take(book, second.id).taken
+    new = claims.take(book, second.id).taken
     assert new is not None
     [run] = Work.taken(old, first)
     setup = run.set_up_for("Model", "described")
@@ -629,27 +628,27 @@ def test_a_set_up_of_an_older_claim_leaves_the_newest_alone(runtime: Runtime, bo
     assert admission.reserve(book, ask) == admission.Parked()
     assert ticket.state is ExecutionState.RUNNING
     done = Done(id=new.id, claim=new.claim, state=ExecutionState.SUCCEEDED, result="1", result_kind="json")
-    assert submissions.take(book, second.id, done).finished is True
+    assert claims.take(book, second.id, done).finished is True
 
 
 def test_what_is_given_back_or_left_by_the_dead_wakes_an_idle_worker(runtime: Runtime, book: Book, url: str) -> None:
     here = holders.attest_host(book, "test-host")
     first, second = (holders.register(book, here, role="worker") for _ in range(2))
-    submissions.accept(book, first.id, ["Add"])
+    claims.accept(book, first.id, ["Add"])
     runtime.submit(work.Add, a=1, b=2)
-    taken = submissions.take(book, first.id).taken
+    taken = claims.take(book, first.id).taken
     assert taken is not None
-    submissions.accept(book, second.id, ["Add"])
+    claims.accept(book, second.id, ["Add"])
     with psycopg.connect(url, autocommit=True) as listener:
         listener.execute("LISTEN jayrun")
-        submissions.accept(book, first.id, [])
-        submissions.take(book, first.id, Done(id=taken.id, claim=taken.claim, state=ExecutionState.READY))
+        claims.accept(book, first.id, [])
+        claims.take(book, first.id, Done(id=taken.id, claim=taken.claim, state=ExecutionState.READY))
         assert str(second.id) in [each.payload for each in listener.notifies(timeout=PATIENCE, stop_after=1)]
-        again = submissions.take(book, second.id).taken
+        again = claims.take(book, second.id).taken
         assert again is not None
-        submissions.accept(book, second.id, [])
+        claims.accept(book, second.id, [])
         third = holders.register(book, here, role="worker")
-        submissions.accept(book, third.id, ["Add"])
+        claims.accept(book, third.id, ["Add"])
         holders.leave(book, second)
         assert str(third.id) in [each.payload for each in listener.notifies(timeout=PATIENCE, stop_after=1)]
 
@@ -671,8 +670,7 @@ def test_waiting_on_the_second_attempt_is_no_attempt(
     ticket = runtime.submit(work.FailThenHold, folder=str(tmp_path), retry=RetryPolicy(max_attempts=2))
     until(lambda: ticket.state is ExecutionState.WAITING)
     assert one(sql, "attempt", ticket.id) == 2
-    release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
-    admission.combine(book, here.host_id)
+    let_go(here, lease)
     assert ticket.result(PATIENCE) == 0
     assert (one(sql, "attempt", ticket.id), one(sql, "claim", ticket.id)) == (2, 3)
 
@@ -735,7 +733,7 @@ def test_work_without_a_host_runs_wherever_it_fits_first(
     moved = [runtime.submit(work.Hold, memory_gb=20) for _ in range(4)]
     assert [ticket.result(PATIENCE) for ticket in moved] == [[0]] * 4
     assert {one(sql, "host_id", ticket.id) for ticket in moved} == {large_id}
-    release(book, small.host_id, small.holder.id, [(full.id, full.epoch)])
+    let_go(small, full)
     assert_clean(sql)
 
 
