@@ -198,11 +198,12 @@ def prepare(url: str) -> None:
         connection.execute((HERE / "floor.sql").read_text())
 
 
-def durable_commit_ms(url: str) -> float:
-    """The median of the shortest durable commit that this server can do, with its round trip."""
+def durable_commit_ms(url: str, *, commits: int = 300, rest_seconds: float = 0) -> float:
+    """The median of the shortest durable commit that this server can do, with its round trip; each after such a rest."""
     with psycopg.connect(url, autocommit=True) as connection:
         took = []
-        for _ in range(300):
+        for _ in range(commits):
+            time.sleep(rest_seconds)
             began_at = time.perf_counter()
             connection.execute("SELECT pg_logical_emit_message(true, 'benchmark', '')", prepare=True)
             took.append(time.perf_counter() - began_at)

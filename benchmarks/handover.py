@@ -1,12 +1,17 @@
 """How long capacity takes from one process to the next, in durable commits of the same server.
 
-    python -m benchmarks.handover [--rounds 100] [--waiters 1,100,10000] [--sizes 20] [--kills 5] [--json FILE]
+    python -m benchmarks.handover [--rounds 200] [--waiters 1,100,10000] [--sizes 20] [--kills 5] [--flush-ms 0]
+                                  [--json FILE]
 
 This process holds the only device, and a live waiter in another process waits for it: an attached one (`Runtime.run`),
 or a detached one and an idle worker. Behind it others wait that are only rows of the book, for the same or for one of
 so many other sizes, which never fit. The clock starts when the Data is dropped. *granted*: the admission that follows
 is durable, and the waiter's process was notified. *first line*: `execute()` of the waiter runs again. Then the holder
 waits for the device, with the highest priority, and gets it back.
+
+Before each hand-over both processes rest for 20 ms. A machine that has rested is slower for a moment, so the unit is a
+commit after the same rest; the commit of a machine at work is told beside it. `--flush-ms` lets each flush take so much
+longer (`commit_delay`), as on a slower disk.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ ROOT = Path(__file__).parents[1]
 DEVICE = RuntimeDevice(Device.GPU, [Backend.CUDA], 0, memory_limit_gb=WHOLE_GB)
 HOLDER, LIVE_WAITER, OTHERS = 10, 5, 0  # priorities
 WARM_ROUNDS = 5
+REST_SECONDS = 0.02
 
 Sql = psycopg.Connection[tuple[Any, ...]]
 
@@ -155,8 +161,8 @@ def measure(sql: Sql, url: str, runtime: Runtime, waiter: Waiter, waiters: int, 
             if number == -WARM_ROUNDS and waiters > 1:
                 _put_behind(sql, waiters - 1, sizes)
             if number % 20 == 0:
-                commits.append(durable_commit_ms(url))
-            time.sleep(0.02)  # both processes have come to rest
+                commits.append(durable_commit_ms(url, commits=10, rest_seconds=REST_SECONDS))
+            time.sleep(REST_SECONDS)  # both processes have come to rest
             committed.clear()
             released_at = time.monotonic()
             del data
@@ -264,27 +270,36 @@ def line(result: Result, first: dict[tuple[str, str], Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handover")
-    parser.add_argument("--rounds", type=int, default=100, help="hand-overs of each case")
+    parser.add_argument("--rounds", type=int, default=200, help="hand-overs of each case")
     parser.add_argument("--waiters", default="1,100,10000", help="how many wait, separated by commas")
     parser.add_argument("--sizes", type=int, default=20, help="how many other sizes the others wait for")
     parser.add_argument("--kills", type=int, default=5, help="how often a worker is killed")
+    parser.add_argument("--flush-ms", type=float, default=0, help="let each flush take so much longer")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jayrun-benchmark-")))
         server = stack.enter_context(
             start_throwaway(
-                opened(folder), settings=Settings.load(), configuration={"fsync": "on", "synchronous_commit": "on"}
+                opened(folder),
+                settings=Settings.load(),
+                configuration={
+                    "fsync": "on",
+                    "synchronous_commit": "on",
+                    "commit_delay": str(round(options.flush_ms * 1000)),
+                    "commit_siblings": "0",
+                },
             )
         )
         url = server.url
         schema.upgrade(url)
-        where = facts(url)
+        where = {**facts(url), "flush_ms": options.flush_ms}
         print(*(f"{name}: {value}" for name, value in where.items()), sep="\n")
         sql = stack.enter_context(psycopg.connect(url, autocommit=True))
         stack.callback(lambda: service_for(url, host_identity=HOST, label="").stop())
         runtime = stack.enter_context(Runtime(url, devices=[DEVICE], settings=Settings(host_id=HOST)))
         print("\nmilliseconds from the release, and in durable commits; growth over the first number of waiters")
+        print("(the commits of the table are those of a machine that rested; above is one at work)")
         print(
             "waiter    waiting  others wait for   commit    granted p10         median            p99"
             "     1st line p10         median            p99    growth"

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import sys
+from functools import cache
 from pathlib import Path
 
 from jayrun.domain.liveness import Incarnation, Sighting, Verdict, judge
@@ -18,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+@cache
 def boot_id() -> str:
     """The kernel's id of this boot; another one after every restart of the machine."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -51,9 +53,13 @@ def command_line() -> str:
     return " ".join([os.path.basename(sys.argv[0] or sys.executable), *sys.argv[1:]])[:200]
 
 
+@cache
 def pid_namespace() -> int:
     """The inode number of this process's pid namespace."""
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+os.register_at_fork(after_in_child=pid_namespace.cache_clear)  # a child may be the first in a namespace of its own
 
 
 def start_ticks(pid: int) -> int | None:
@@ -64,14 +70,19 @@ def start_ticks(pid: int) -> int | None:
 
 def is_absent(pid: int) -> bool:
     """Whether the kernel says that no such process exists, or that only its exit status is left (a zombie)."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    fields = _stat(pid)
-    if fields is None or fields[0] not in (b"Z", b"X"):
+    return _is_absent(pid, _stat(pid))
+
+
+def _is_absent(pid: int, fields: list[bytes] | None) -> bool:
+    if fields is None:  # gone, or not ours to see
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+    if fields[0] not in (b"Z", b"X"):
         return False
     # The first thread of a living process may have ended before the others; then it looks like a zombie too.
     try:
@@ -83,9 +94,15 @@ def is_absent(pid: int) -> bool:
 def _stat(pid: int) -> list[bytes] | None:
     """The fields of /proc/PID/stat from the third on: the command before them may hold spaces and brackets."""
     try:
-        stat = (_PROC / str(pid) / "stat").read_bytes()
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        stat = os.read(descriptor, 4096)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
     return stat[stat.rindex(b")") + 2 :].split()
 
 
@@ -102,11 +119,18 @@ def incarnation(pid: int | None = None) -> Incarnation:
 
 
 def verdict(recorded: Incarnation) -> Verdict:
-    """The kernel's judgement of a recorded process: alive, dead, or unseen from here."""
-    here = (boot_id(), pid_namespace())
-    ticks = start_ticks(recorded.pid)
-    absent = is_absent(recorded.pid)
-    return judge(recorded, Sighting(boot_id=here[0], pid_namespace=here[1], start_ticks=ticks, absent=absent))
+    """The kernel's judgement of a recorded process: alive, dead, or unseen from here.
+
+    It is asked behind the gate, so it reads one file (some 10 microseconds).
+    """
+    fields = _stat(recorded.pid)
+    sighting = Sighting(
+        boot_id=boot_id(),
+        pid_namespace=pid_namespace(),
+        start_ticks=None if fields is None else int(fields[19]),
+        absent=_is_absent(recorded.pid, fields),
+    )
+    return judge(recorded, sighting)
 
 
 def kill(recorded: Incarnation) -> bool:

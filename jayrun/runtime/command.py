@@ -213,15 +213,14 @@ def _timed_out(terms: Terms) -> PlacementTimeout:
 
 def _granted(book: Book, execution: Execution) -> Lease | None:
     """The lease, if the execution was admitted. Raises when it was ended instead."""
-    told, woken = executions.news(book, [execution.id])
-    if woken:
+    attended = executions.attend(book, [execution.id])
+    if attended.woken:
         admission.combine(book, execution.host_id)
-        told, _ = executions.news(book, [execution.id])
-    for news in told:
+        attended = executions.attend(book, [execution.id])
+    for claimed in attended.claimed.values():
+        return claimed.leases[0]
+    for news in attended.ended:
         failure = news.failure or {}
-        if news.state in (ExecutionState.ADMITTED, ExecutionState.RUNNING):
-            claimed = executions.claim(book, execution.id)
-            return None if claimed is None else claimed.leases[0]
         if failure.get("type") == "PlacementImpossible":
             raise PlacementImpossible(str(failure.get("message")))
         if failure.get("type") == "PlacementTimeout":  # withdrawn by a try whose answer was lost

@@ -69,9 +69,10 @@ class Service:
     def __init__(self, url: str, *, host_identity: str | None, label: str, role: str) -> None:
         self.pid = os.getpid()
         self.book = Book(url, role=role, instance=str(self.pid))
-        self._impatient = self.book.with_patience(_THREAD_PATIENCE_SECONDS)  # the thread has deadlines to keep
+        # The thread's own, always at hand, and impatient: it has deadlines to keep.
+        self._own_book = Book(url, role=role, instance=str(self.pid), patience_seconds=_THREAD_PATIENCE_SECONDS)
         try:
-            first = self.book.with_patience(0)
+            first = self._own_book.with_patience(0)
             first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
@@ -79,7 +80,7 @@ class Service:
             self.holder: Holder = holders.register(first, self.host_id, role=role, label=label)
             self.tick_seconds = first.tick_seconds()
         except BaseException:  # no connection is left behind, whatever came between
-            self.book.close()
+            self._own_book.close()
             raise
         self.outbox = Outbox()
         self._waits: dict[UUID, Wait] = {}
@@ -156,8 +157,8 @@ class Service:
         here. Runs user code."""
         try:
             while not self._stopping:
-                self.resources.publish(self._impatient)
-                blockers.make_way(self._impatient, self.host_id)
+                self.resources.publish(self._own_book)
+                blockers.make_way(self._own_book, self.host_id)
                 if all(self.resources.tear_down(each) for each in self._flagged()):
                     return
                 # Something is in use again: the book is told, and perhaps something else is flagged instead.
@@ -188,13 +189,15 @@ class Service:
         self._thread.join(max(give_up_at - time.monotonic(), 0))
         if not self._thread.is_alive():
             with contextlib.suppress(BookError):
-                holders.leave_if_free(self.book.with_patience(0), self.holder)
+                holders.leave_if_free(self._own_book.with_patience(0), self.holder)
             self.book.close()
+            self._own_book.close()
 
     def forget(self) -> None:
         """In a forked child: nothing of the parent's is ours."""
         self._stopping = True
         self.book.forget()
+        self._own_book.forget()
         self._listener.forget()
         self.outbox.close()
 
@@ -209,14 +212,15 @@ class Service:
                 tick = time.monotonic() >= next_tick or self._outage_since is not None
                 self._commit()
                 if tick:
-                    self.resources.publish(self._impatient)
+                    self.resources.publish(self._own_book)
                 self._beat(tick=tick)
                 if tick:
-                    reconciler.run_pass(self._impatient, self.host_id)
-                    self._host_waits = leases.anybody_waits(self._impatient, self.host_id)
+                    reconciler.run_pass(self._own_book, self.host_id)
+                    self._host_waits = leases.anybody_waits(self._own_book, self.host_id)
+                    self.book.close_if_unused()
                 if (tick or named) and self._flagged():
                     threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
-                self._attend_waits()
+                self._attend_waits(tick=tick)
                 self._recovered()
             except BookError as error:
                 self._out_of_reach(error)
@@ -259,15 +263,15 @@ class Service:
             taken_back = False
             for message in batch:
                 if isinstance(message, Undo):
-                    executions.undo_ask(self._impatient, message.unit_id, message.slot)
+                    executions.undo_ask(self._own_book, message.unit_id, message.slot)
                     taken_back = True
                 elif isinstance(message, Withdraw):
                     taken_back |= executions.withdraw(
-                        self._impatient, message.unit_id, state=message.state, failure=message.failure
+                        self._own_book, message.unit_id, state=message.state, failure=message.failure
                     )
             self._settle(batch)
             if taken_back:
-                admission.combine(self._impatient, self.host_id)
+                admission.combine(self._own_book, self.host_id)
         except BaseException:  # nothing is forgotten, whatever came between
             messages.extendleft(reversed(batch))
             raise
@@ -297,10 +301,10 @@ class Service:
     def _let_go(self, **ends: Any) -> None:
         """In one transaction with the hand-over where somebody is known to wait: one flush makes both durable."""
         if self.somebody_waits:
-            admission.combine(self._impatient, self.host_id, settling=leases.settling(self.holder.id, **ends))
-        elif leases.settle(self._impatient, self.host_id, self.holder.id, **ends):
+            admission.combine(self._own_book, self.host_id, settling=leases.settling(self.holder.id, **ends))
+        elif leases.settle(self._own_book, self.host_id, self.holder.id, **ends):
             self._host_waits = True
-            admission.combine(self._impatient, self.host_id)
+            admission.combine(self._own_book, self.host_id)
 
     def _beat(self, *, tick: bool) -> None:
         """Show life at each tick, and at once that this process no longer only waits."""
@@ -308,7 +312,7 @@ class Service:
             return
         only_waits = self._only_waits()
         if tick or not only_waits:
-            holders.beat(self._impatient, self.holder, only_waits=only_waits)
+            holders.beat(self._own_book, self.holder, only_waits=only_waits)
             self._only_waited = only_waits
 
     def _only_waits(self) -> bool:
@@ -331,28 +335,28 @@ class Service:
     def _flagged(self) -> list[UUID]:
         """The resources of this process that are to be torn down."""
         cached = self.resources.ids()
-        return blockers.flagged(self._impatient, cached) if cached else []
+        return blockers.flagged(self._own_book, cached) if cached else []
 
-    def _attend_waits(self) -> None:
+    def _attend_waits(self, *, tick: bool) -> None:
         with self._waits_lock:
             waits = dict(self._waits)
         if not waits and not self.resources.ids():
-            self._listener.close()
+            if tick:  # perhaps somebody waits again soon
+                self._listener.close()
             return
         self._listener.open()
         if not waits:
             return
-        told, woken = executions.news(self._impatient, list(waits))
-        if woken:
-            admission.combine(self._impatient, self.host_id)
-            told, _ = executions.news(self._impatient, list(waits))
-        for news in told:
-            if news.state in (ExecutionState.ADMITTED, ExecutionState.RUNNING):
-                claimed = executions.claim(self._impatient, news.id)
-                if claimed is not None:
-                    self._resolve(waits[news.id], claimed)
-            else:
-                self._resolve(waits[news.id], news)
+        attended = executions.attend(self._own_book, list(waits))
+        resolved: list[tuple[UUID, Resolution]] = [
+            *attended.claimed.items(),
+            *((news.id, news) for news in attended.ended),
+        ]
+        for unit_id, resolution in resolved:
+            self._resolve(waits[unit_id], resolution)
+        if attended.woken:
+            admission.combine(self._own_book, self.host_id)
+            self.outbox.wake()  # to attend again
 
     def _resolve(self, wait: Wait, resolution: Resolution) -> None:
         with self._waits_lock:

@@ -176,7 +176,7 @@ def combine(book: Book, host_id: int, *, settling: str = "") -> int:
     def unit(gate: Gate) -> tuple[int, bool]:
         if settling:
             probes.reach("settle.telling")
-            gate.execute(settling)
+            gate.first(settling)
         picture = load(gate, host_id, of_each=_FEW)
         probes.reach("combine.loaded")
         changes = Changes(host_id)

@@ -14,8 +14,7 @@ from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.liveness import Incarnation
 from jayrun.domain.requests import Request
-from jayrun.store.executions import Claimed
-from jayrun.store.leases import LEASES_OF_UNIT, read_row
+from jayrun.store.executions import Claimed, claimed_unit
 from jayrun.store.requests import from_row
 from jayrun.store.texts import plain_failure
 from jayrun.store.transactions import Book
@@ -26,17 +25,6 @@ SELECT jayrun.wake_workers(name, pinned_host_id) FROM jayrun.executions
 WHERE id = %s AND state = 'ready' AND (not_before IS NULL OR not_before <= clock_timestamp())
 """
 _PASS_ON = "SELECT jayrun.pass_on(%s)"
-# The unit that was admitted together; without a wait there is only the head, with what it recorded in earlier tries.
-_UNIT = """
-jayrun.executions m JOIN jayrun.executions head ON head.id = %s
-WHERE m.unit_id = head.id AND m.state = 'running' AND (m.id = head.id OR m.admitted_at = head.admitted_at)
-"""
-_MEMBERS = f"SELECT m.id, m.name, m.invocation, m.age, m.inputs FROM {_UNIT}"
-_RECORDED = f"""
-SELECT execution_id, device, backend, is_group, min_devices, max_devices, prefer_max_devices, group_bytes,
-       per_device_bytes, exclusive, device_id
-FROM jayrun.placement_requests WHERE execution_id IN (SELECT m.id FROM {_UNIT}) ORDER BY execution_id, position
-"""
 _ACCEPT = "UPDATE jayrun.holders SET operators = %s, silent = false WHERE id = %s AND state = 'alive'"
 _KNOWN = "SELECT DISTINCT unnest(operators) FROM jayrun.holders WHERE state = 'alive' AND role = 'worker' ORDER BY 1"
 # Workers that still run what was cancelled too long ago; their supervisor ends them.
@@ -149,33 +137,23 @@ def take(book: Book, worker_id: UUID, done: Done | None = None, *, before_waitin
             pg.execute(_PASS_ON, (worker_id,))
         if done is not None and finished and done.state is ExecutionState.READY:
             pg.execute(_WAKE_FOR, (done.id,))
-        return Next(is_alive, finished, waits, None if taken is None else _taken(pg, taken))
+        return Next(is_alive, finished, waits, None if taken is None else _taken(taken))
 
     return book.written(unit)
 
 
-def _taken(pg: PgConnection[Any], row: dict[str, Any]) -> Taken:
+def _taken(row: dict[str, Any]) -> Taken:
     head = UUID(row["id"])
-    described: list[Sequence[Any]] = [(head, row["name"], row["invocation"], row["age"], None)]
-    recorded: dict[UUID, list[Request]] = {}
-    leases = []
-    if row["claim"] > 1 or row["has_waited"]:  # else it is new, and there is nothing else to read
-        with pg.pipeline():  # one round trip
-            found = pg.execute(_MEMBERS, (head,))
-            requests = pg.execute(_RECORDED, (head,))
-            granted = pg.execute(LEASES_OF_UNIT, (head,))
-        described = found.fetchall()
-        for each in requests.fetchall():
-            recorded.setdefault(each[0], []).append(from_row(each[1:]))
-        leases = [read_row(each) for each in granted.fetchall()]
+    new = [row["id"], row["name"], row["invocation"], row["age"], None, None]
+    unit = row["unit"] or {"members": [new], "leases": None}
     members = tuple(
         Member(
-            id=each[0],
-            name=each[1],
-            setting_up=None if each[0] == head else each[4],
-            recorded=tuple(recorded.get(each[0], ())),
+            id=UUID(id_),
+            name=name,
+            setting_up=None if id_ == row["id"] else inputs,
+            recorded=tuple(from_row(each) for each in recorded or ()),
         )
-        for each in described
+        for id_, name, _, _, inputs, recorded in unit["members"]
     )
     terms = {name: row[name] for name in ("max_attempts", "retry_seconds", "retry_backoff", "pinned_host_id")}
     return Taken(
@@ -187,10 +165,7 @@ def _taken(pg: PgConnection[Any], row: dict[str, Any]) -> Taken:
         priority=row["priority"],
         retry_on=tuple(row["retry_on"]),
         members=members,
-        unit=Claimed(
-            {each[0]: (each[2], each[3]) for each in described},
-            tuple(lease for lease in leases if lease.execution_id in {each[0] for each in described}),
-        ),
+        unit=claimed_unit(unit),
         **terms,
     )
 

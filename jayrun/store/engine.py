@@ -9,16 +9,17 @@ from typing import Any
 
 import psycopg
 from psycopg import Connection as PgConnection
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from jayrun.errors import BookDenied, BookUnreachable
 
-# One idle connection per process is kept; bursts may open more, and give them back at once.
+# Threads at work find their connections again: a new server process has nothing at hand, and its first admission takes
+# several times as long. Whoever keeps a Book for long closes them when nobody uses them (`Book.close_if_unused`).
 _POOL = {
-    "pool_size": 1,
-    "max_overflow": 63,
+    "pool_size": 8,
+    "max_overflow": 56,
     "pool_timeout": 30,
     "pool_use_lifo": True,
     "pool_reset_on_return": None,  # autocommit leaves nothing open, and after an error a connection is thrown away
@@ -44,18 +45,18 @@ def _as_text(record: logging.LogRecord) -> bool:
 logging.getLogger("psycopg").addFilter(_as_text)
 
 
-def connect_engine(url: str, *, role: str, instance: str = "") -> Engine:
+def connect_engine(url: str, *, role: str, instance: str = "", pooled: bool = True) -> Engine:
     """An engine for the book at `url`; connects lazily, in autocommit (transactions are begun where they are meant).
 
-    `role` and `instance` name this process to the server (`application_name`). Raises ValueError for a URL that is not
-    PostgreSQL's.
+    With `pooled` off every connection is a new one, and none is kept. `role` and `instance` name this process to the
+    server (`application_name`). Raises ValueError for a URL that is not PostgreSQL's.
     """
     name = f"jayrun:{role}:{instance}" if instance else f"jayrun:{role}"
     return create_engine(
         driver_url(url),
         isolation_level="AUTOCOMMIT",
         connect_args={**_CONNECT, "application_name": name[:63]},
-        **_POOL,
+        **(_POOL if pooled else {"poolclass": NullPool}),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -12,19 +12,11 @@ from psycopg.types.json import Jsonb
 
 from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store.leases import LEASES_OF_UNIT, Lease, read_row
+from jayrun.store.leases import Lease, read_row
 from jayrun.store.texts import plain_failure
 from jayrun.store.transactions import Book
 
-# Only a unit whose process shows life may be granted again; asking for news is showing life.
-_WAKE = "UPDATE jayrun.executions SET dormant = false WHERE id = ANY (%s) AND dormant RETURNING host_id"
-_NEWS = "SELECT id, state, failure FROM jayrun.executions WHERE id = ANY (%s) AND state <> 'waiting'"
-_CLAIM = "UPDATE jayrun.executions SET state = 'running', claim = claim + 1 WHERE unit_id = %s AND state = 'admitted'"
-# Those admitted with the head, at the same moment; a set-up that was done before and is still running is none of them.
-_CLAIMED = """
-SELECT m.id, m.invocation, m.age FROM jayrun.executions m JOIN jayrun.executions head ON head.id = m.unit_id
-WHERE head.id = %s AND head.state = 'running' AND m.state = 'running' AND m.admitted_at = head.admitted_at
-"""
+_ATTEND = "SELECT * FROM jayrun.attend(%s)"
 # Grants that nobody fetched go back: the leases end, the unit waits again at its old place, and sleeps until its
 # process shows life, so that a stopped process does not freeze devices again and again.
 _UNCLAIMED = """
@@ -81,46 +73,48 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What became of a waiting execution: its state, and the failure that was stored if it ended."""
+    """What became of a waiting execution that will not run: its state, and the failure that was stored."""
 
     id: UUID
     state: ExecutionState
     failure: dict[str, Any] | None
 
 
-def news(book: Book, waiting: Sequence[UUID]) -> tuple[list[News], bool]:
-    """Which of these executions wait no longer; and whether one was dormant and is awake now (then combine)."""
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What became of waiting units: those admitted, claimed now; those that ended; and whether one of the others was
+    dormant and is awake now (then combine and attend again)."""
 
-    def unit(pg: PgConnection[Any]) -> tuple[list[News], bool]:
-        with pg.pipeline():  # one round trip
-            woken = pg.execute(_WAKE, (list(waiting),))
-            found = pg.execute(_NEWS, (list(waiting),))
-        told = [News(row[0], ExecutionState(row[1]), row[2]) for row in found.fetchall()]
-        return told, bool(woken.fetchall())
-
-    return book.written(unit)
+    claimed: dict[UUID, Claimed]
+    ended: list[News]
+    woken: bool
 
 
-def claim(book: Book, unit_id: UUID) -> Claimed | None:
-    """Take what was granted to an admitted unit; None when it is not (or no longer) admitted.
+def attend(book: Book, waiting: Sequence[UUID]) -> Attended:
+    """Show life for these units, claim what was granted to those admitted, and hear which of them ended.
 
-    Only the unit's own process claims it, and only while it waits for news of it. So a unit that runs already was
+    Only the units' own process attends them, and only while it waits for news of them. So a unit that runs already was
     claimed by that same process, whose answer was lost, and is given to it again.
     """
 
-    def unit(pg: PgConnection[Any]) -> Claimed | None:
-        with pg.pipeline():  # one round trip, one transaction
-            pg.execute(_CLAIM, (unit_id,))
-            claimed = pg.execute(_CLAIMED, (unit_id,))
-            leases = pg.execute(LEASES_OF_UNIT, (unit_id,))
-        probes.reach("claim.updated")
-        members = {row[0]: (row[1], row[2]) for row in claimed.fetchall()}
-        if not members:
-            return None
-        granted = [lease for lease in map(read_row, leases.fetchall()) if lease.execution_id in members]
-        return Claimed(members, tuple(granted))
+    def unit(pg: PgConnection[Any]) -> Attended:
+        [(woken, ended, claimed)] = pg.execute(_ATTEND, (list(waiting),)).fetchall()
+        if claimed:
+            probes.reach("claim.updated")
+        return Attended(
+            {UUID(id_): claimed_unit(unit) for id_, unit in claimed or ()},
+            [News(UUID(id_), ExecutionState(state), failure) for id_, state, failure in ended or ()],
+            woken,
+        )
 
     return book.written(unit)
+
+
+def claimed_unit(unit: Mapping[str, Any]) -> Claimed:
+    """The unit as `jayrun.unit_of` gives it."""
+    members = {UUID(id_): (invocation, age) for id_, _, invocation, age, *_ in unit["members"]}
+    leases = map(read_row, unit["leases"] or ())
+    return Claimed(members, tuple(lease for lease in leases if lease.execution_id in members))
 
 
 def return_unclaimed(book: Book, host_id: int) -> int:

@@ -56,18 +56,10 @@ SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id =
 
 _LEASE = """
 SELECT l.id, l.epoch, l.execution_id, l.position,
-       array_agg(d.id ORDER BY d.host_index), array_agg(d.host_index ORDER BY d.host_index),
-       array_agg(d.device_uuid ORDER BY d.host_index),
-       array_agg(s.memory_bytes ORDER BY d.host_index), array_agg(s.exclusive ORDER BY d.host_index)
-FROM jayrun.leases l JOIN jayrun.executions e ON e.id = l.execution_id
-JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id
-WHERE {} GROUP BY l.id, e.id ORDER BY e.id = e.unit_id, e.age, l.position
+       json_agg(json_build_array(d.id, d.host_index, d.device_uuid, s.memory_bytes, s.exclusive) ORDER BY d.host_index)
+FROM jayrun.leases l JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id
+WHERE l.id = %s GROUP BY l.id
 """
-LEASES_OF_UNIT = _LEASE.format(
-    "e.unit_id = %s AND e.state = 'running' AND l.invocation = e.invocation AND l.ended_at IS NULL"
-)
-"""The live leases that a unit's running executions have for this invocation, in the order of the sequence."""
-_LEASE_BY_ID = _LEASE.format("l.id = %s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +148,14 @@ def anything_to_fold(book: Book, host_id: int) -> bool:
 
 def read_lease(book: Book, lease_id: UUID) -> Lease:
     """The lease `lease_id`, which exists."""
-    return book.written(lambda pg: read_row(pg.execute(_LEASE_BY_ID, (lease_id,)).fetchall()[0]))
+    return book.written(lambda pg: read_row(pg.execute(_LEASE, (lease_id,)).fetchall()[0]))
 
 
-def read_row(row: tuple[Any, ...]) -> Lease:
-    """The lease of one row of `LEASES_OF_UNIT`."""
-    return Lease(row[0], row[1], row[2], row[3], tuple(LeasedShare(*share) for share in zip(*row[4:], strict=True)))
+def read_row(row: Sequence[Any]) -> Lease:
+    """The lease of one row: id, epoch, execution, position, and its shares; ids as UUID or as JSON has them."""
+    key, epoch, execution_id, position, shares = row
+    return Lease(_uuid(key), epoch, _uuid(execution_id), position, tuple(LeasedShare(*share) for share in shares))
+
+
+def _uuid(value: UUID | str) -> UUID:
+    return value if isinstance(value, UUID) else UUID(value)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -60,6 +61,10 @@ class Gate:
         self._cursor = ClientCursor(pg)
         self._opening = _OPEN
         self.left = False
+
+    def first(self, statements: str) -> None:
+        """Run `statements` before all else behind the gate, in the same message as what follows."""
+        self._opening += f"{statements};"
 
     def execute(self, statement: str, parameters: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
         """Run one statement behind the gate; returns its rows."""
@@ -149,8 +154,10 @@ class Book:
 
     def __init__(self, url: str, *, role: str, instance: str = "", patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.url = url
+        self._role, self._instance = role, instance
         self.patience_seconds = patience_seconds
         self._engine = connect_engine(url, role=role, instance=instance)
+        self._used = threading.Event()
 
     def with_patience(self, seconds: float) -> Book:
         """The same Book, on the same connections, that replays lost connections for so long."""
@@ -161,6 +168,13 @@ class Book:
     def close(self) -> None:
         """Close the idle connections. The Book opens new ones if it is used again."""
         self._engine.dispose()
+
+    def close_if_unused(self) -> None:
+        """Close the idle connections if nothing was asked since the last call of this."""
+        if self._used.is_set():
+            self._used.clear()
+        else:
+            self.close()
 
     def forget(self) -> None:
         """In a forked child: drop the parent's connections without a word to the server."""
@@ -204,7 +218,8 @@ class Book:
 
     def listen(self) -> Listener:
         """A connection of its own that hears of admissions; the caller closes it."""
-        return Listener(self._engine)
+        # Not one of the pool's: their server processes have all at hand that an admission needs.
+        return Listener(connect_engine(self.url, role=self._role, instance=self._instance, pooled=False))
 
     def tick_seconds(self) -> float:
         """The book's setting: how often reconcilers look."""
@@ -221,6 +236,7 @@ class Book:
         return self.written(unit)
 
     def _replayed(self, attempt: Callable[[], T]) -> T:
+        self._used.set()
         refusals = 0
         pause_seconds = 0.05
         give_up_at: float | None = None

@@ -630,6 +630,51 @@ END $f$;
 COMMENT ON FUNCTION jayrun.anybody_waits IS
     'Whether a unit waits that the host may serve and whose process, if it has one, shows life';
 
+CREATE FUNCTION jayrun.unit_of(the_head uuid) RETURNS json LANGUAGE plpgsql STABLE AS $f$
+BEGIN
+    -- Without a wait that is the head alone, with what it recorded in earlier tries; a set-up that was done before and
+    -- is still running is none of those that were admitted together.
+    RETURN (
+        SELECT json_build_object(
+            'members', json_agg(json_build_array(m.id, m.name, m.invocation, m.age, m.inputs,
+                (SELECT json_agg(json_build_array(q.device, q.backend, q.is_group, q.min_devices, q.max_devices,
+                        q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
+                        ORDER BY q.position)
+                 FROM jayrun.placement_requests q WHERE q.execution_id = m.id)) ORDER BY m.id = the_head, m.age),
+            'leases', (
+                SELECT json_agg(json_build_array(l.id, l.epoch, l.execution_id, l.position,
+                    (SELECT json_agg(json_build_array(d.id, d.host_index, d.device_uuid, s.memory_bytes, s.exclusive)
+                            ORDER BY d.host_index)
+                     FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id WHERE s.lease_id = l.id))
+                    ORDER BY x.id = the_head, x.age, l.position)
+                FROM jayrun.executions x JOIN jayrun.leases l ON l.execution_id = x.id
+                WHERE x.unit_id = the_head AND x.state = 'running' AND l.invocation = x.invocation
+                  AND l.ended_at IS NULL))
+        FROM jayrun.executions head JOIN jayrun.executions m ON m.unit_id = head.id AND m.state = 'running'
+         AND (m.id = head.id OR m.admitted_at = head.admitted_at)
+        WHERE head.id = the_head);
+END $f$;
+COMMENT ON FUNCTION jayrun.unit_of IS
+    'A running unit as whoever goes on with it needs it: its executions with what they recorded, and their leases';
+
+CREATE FUNCTION jayrun.attend(waiting uuid[], OUT woken boolean, OUT ended json, OUT claimed json) LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan AS $f$
+BEGIN
+    UPDATE jayrun.executions SET dormant = false WHERE id = ANY (waiting) AND dormant;
+    woken := FOUND;
+    UPDATE jayrun.executions e SET state = 'running', claim = e.claim + 1
+    FROM (SELECT id FROM jayrun.executions WHERE unit_id = ANY (waiting) AND state = 'admitted'
+          ORDER BY id FOR UPDATE) n
+    WHERE e.id = n.id;
+    -- What runs was claimed just now; or by the same process before, and the answer was lost.
+    SELECT json_agg(json_build_array(e.id, e.state, e.failure)) FILTER (WHERE e.state <> 'running'),
+           json_agg(json_build_array(e.id, jayrun.unit_of(e.id))) FILTER (WHERE e.state = 'running')
+    INTO ended, claimed
+    FROM jayrun.executions e WHERE e.id = ANY (waiting) AND e.state <> 'waiting';
+END $f$;
+COMMENT ON FUNCTION jayrun.attend IS
+    'The process of these waiting units shows life and asks for news: those admitted are claimed, and told with their leases';
+
 CREATE FUNCTION jayrun.next_execution(the_worker uuid, done jsonb, before_waiting boolean,
     OUT is_alive boolean, OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql
 -- Else what reads the worker's operators, an array, would be planned anew each time, which takes longer than all the rest.
@@ -722,7 +767,9 @@ BEGIN
         'id', e.id, 'name', e.name, 'inputs', e.inputs, 'claim', e.claim, 'attempt', e.attempt,
         'invocation', e.invocation, 'age', e.age, 'priority', e.priority, 'pinned_host_id', e.pinned_host_id,
         'max_attempts', e.max_attempts, 'retry_on', e.retry_on, 'retry_seconds', e.retry_seconds,
-        'retry_backoff', e.retry_backoff, 'has_waited', e.shape IS NOT NULL, 'was_ready', next_ready.id IS NOT NULL)
+        'retry_backoff', e.retry_backoff,
+        -- When it is new there is nothing else to read.
+        'unit', CASE WHEN e.claim > 1 OR e.shape IS NOT NULL THEN jayrun.unit_of(e.id) END)
     INTO taken FROM jayrun.executions e WHERE e.id = mine;
 END $f$;
 COMMENT ON FUNCTION jayrun.next_execution IS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -17,6 +18,7 @@ from jayrun.domain.devices import DeviceState
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store import admission, audit, devices, executions, holders, leases, reclaim
 from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
+from jayrun.store.executions import Attended, Claimed
 from jayrun.store.transactions import Book
 
 
@@ -24,6 +26,10 @@ def state_of(sql: psycopg.Connection, execution_id: object) -> str:
     row = sql.execute("SELECT state FROM jayrun.executions WHERE id = %s", (execution_id,)).fetchone()
     assert row is not None
     return str(row[0])
+
+
+def claim(book: Book, unit_id: UUID) -> Claimed | None:
+    return executions.attend(book, [unit_id]).claimed.get(unit_id)
 
 
 # --- outcomes --------------------------------------------------------------------------------------------------------
@@ -68,7 +74,7 @@ def test_priority_then_age_decide_who_is_admitted(book: Book, sql: psycopg.Conne
         assert leases.release(book, stage.host_id, stage.holder.id, [(lease.id, lease.epoch)])
         assert admission.combine(book, stage.host_id) == 1
         [admitted] = [key for key in (high, *low) if state_of(sql, key) == "admitted"]
-        claimed = executions.claim(book, admitted)
+        claimed = claim(book, admitted)
         assert claimed is not None
         [lease] = claimed.leases
         order.append(admitted)
@@ -87,7 +93,7 @@ def test_a_sequence_is_admitted_as_a_whole_or_not_at_all(book: Book, sql: psycop
         leases.release(book, stage.host_id, stage.holder.id, [(blocker.id, blocker.epoch)])
         admission.combine(book, stage.host_id)
         assert state_of(sql, asked.asker.execution.id) == expected
-    claimed = executions.claim(book, asked.asker.execution.id)
+    claimed = claim(book, asked.asker.execution.id)
     assert claimed is not None
     assert [lease.position for lease in claimed.leases] == [0, 1]
 
@@ -378,14 +384,13 @@ def test_an_unclaimed_grant_goes_back_and_its_waiter_sleeps_until_it_shows_life(
     [row] = [row for row in audit.queue(book) if row["execution_id"] == sleeper]
     assert row["dormant"]
     assert row["position"] == 1  # it keeps its age
-    claimed = executions.claim(book, other)
+    claimed = claim(book, other)
     assert claimed is not None
     leases.release(book, stage.host_id, stage.holder.id, [(claimed.leases[0].id, claimed.leases[0].epoch)])
     assert admission.combine(book, stage.host_id) == 0
-    told, woken = executions.news(book, [sleeper])
-    assert (told, woken) == ([], True)
+    assert executions.attend(book, [sleeper]) == Attended({}, [], woken=True)
     assert admission.combine(book, stage.host_id) == 1
-    assert executions.claim(book, sleeper) is not None
+    assert claim(book, sleeper) is not None
     assert replay(sql) == 4
 
 
@@ -426,7 +431,7 @@ def hammer(url: str, seed: int, rounds: int) -> None:
         else:
             assert outcome == Parked()
             with book.listen() as listener:
-                while (claimed := executions.claim(book, execution_id)) is None:
+                while (claimed := claim(book, execution_id)) is None:
                     listener.open()
                     listener.wait(0.05)
             taken = list(claimed.leases)
