@@ -199,7 +199,7 @@ def prepare(url: str) -> None:
 
 
 def durable_commit_ms(url: str, *, commits: int = 300, rest_seconds: float = 0) -> float:
-    """The median of the shortest durable commit that this server can do, with its round trip; each after such a rest."""
+    """The median of the shortest durable commit that this server can do, with its round trip, after such a rest."""
     with psycopg.connect(url, autocommit=True) as connection:
         took = []
         for _ in range(commits):

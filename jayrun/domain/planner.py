@@ -57,9 +57,11 @@ def judge(
     devices even empty. What is draining or offline counts as declared, for a person can bring it back.
     """
     placed, _ = _plan(requests, devices)
-    if placed is not None:
-        return Granted(placed)
-    whole = recorded or requests
+    return judge_later(recorded or requests, devices) if placed is None else Granted(placed)
+
+
+def judge_later(whole: Sequence[Request], devices: Sequence[BookedDevice]) -> Unavailable | Impossible:
+    """Whether a whole sequence may fit on `devices` one day, whatever has room on them now."""
     declared = [device.as_declared() for device in devices]
     placed, complete = _plan(whole, declared)
     # A search that was given up proves nothing.

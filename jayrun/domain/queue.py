@@ -12,7 +12,7 @@ from uuid import UUID
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_candidate
 from jayrun.domain.keeping import Target, find_target
-from jayrun.domain.planner import Granted, Impossible, Plan, Unavailable, judge
+from jayrun.domain.planner import Granted, Impossible, Plan, Unavailable, judge, judge_later
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
 from jayrun.domain.workers import IdleWorkers
@@ -174,12 +174,14 @@ class _Pass:
             match verdict:
                 case Granted(plan) if self._workers.can_take(host_id, waiter.operator):
                     return Grant(waiter.id, host_id, plan, self._workers.choose(host_id, waiter.operator))
-                case Impossible(reason):
-                    reasons.append(reason)
-                case Granted() | Unavailable():
+                case Granted():  # and no worker takes it; nor does it wait for one in vain
+                    verdict = judge_later(waiter.recorded or waiter.requests, self._now[host_id])
+                case Unavailable() | Impossible():
                     pass
                 case _:
                     assert_never(verdict)
+            if isinstance(verdict, Impossible):
+                reasons.append(verdict.reason)
         # Only what no candidate host could ever give is impossible.
         everywhere = bool(reasons) and len(reasons) == len(waiter.hosts)
         self._refused[key] = "\n".join(dict.fromkeys(reasons)) if everywhere else None

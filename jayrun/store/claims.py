@@ -144,8 +144,7 @@ def take(book: Book, worker_id: UUID, done: Done | None = None, *, before_waitin
 
 def _taken(row: dict[str, Any]) -> Taken:
     head = UUID(row["id"])
-    new = [row["id"], row["name"], row["invocation"], row["age"], None, None]
-    unit = row["unit"] or {"members": [new], "leases": None}
+    unit = row["unit"] or [[row["id"], row["name"], row["invocation"], row["age"], None, None, None]]
     members = tuple(
         Member(
             id=UUID(id_),
@@ -153,7 +152,7 @@ def _taken(row: dict[str, Any]) -> Taken:
             setting_up=None if id_ == row["id"] else inputs,
             recorded=tuple(from_row(each) for each in recorded or ()),
         )
-        for id_, name, _, _, inputs, recorded in unit["members"]
+        for id_, name, _, _, inputs, recorded, _ in unit
     )
     terms = {name: row[name] for name in ("max_attempts", "retry_seconds", "retry_backoff", "pinned_host_id")}
     return Taken(

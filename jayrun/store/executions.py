@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -110,11 +110,12 @@ def attend(book: Book, waiting: Sequence[UUID]) -> Attended:
     return book.written(unit)
 
 
-def claimed_unit(unit: Mapping[str, Any]) -> Claimed:
+def claimed_unit(members: Sequence[Sequence[Any]]) -> Claimed:
     """The unit as `jayrun.unit_of` gives it."""
-    members = {UUID(id_): (invocation, age) for id_, _, invocation, age, *_ in unit["members"]}
-    leases = map(read_row, unit["leases"] or ())
-    return Claimed(members, tuple(lease for lease in leases if lease.execution_id in members))
+    return Claimed(
+        {UUID(id_): (invocation, age) for id_, _, invocation, age, *_ in members},
+        tuple(read_row(lease) for *_, leases in members for lease in leases or ()),
+    )
 
 
 def return_unclaimed(book: Book, host_id: int) -> int:

@@ -41,11 +41,7 @@ class Lease:
 
 
 _LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s)"
-_FINISH = """
-UPDATE jayrun.executions e SET state = x.state, ended_at = clock_timestamp(), failure = x.failure, attempt = x.attempt
-FROM jsonb_to_recordset(%s::jsonb) AS x (id uuid, state text, failure jsonb, attempt integer)
-WHERE e.id = x.id AND e.state = 'running'
-"""
+_FINISH = "SELECT jayrun.finish(%s)"
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
 # Whoever parks looks for unfolded releases after its own commit. So of a release and a park that race, at least one
 # sees the other, and that one combines.
@@ -54,12 +50,7 @@ SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id =
                WHERE s.ended_at IS NOT NULL AND s.folded_at IS NULL AND d.host_id = %s)
 """
 
-_LEASE = """
-SELECT l.id, l.epoch, l.execution_id, l.position,
-       json_agg(json_build_array(d.id, d.host_index, d.device_uuid, s.memory_bytes, s.exclusive) ORDER BY d.host_index)
-FROM jayrun.leases l JOIN jayrun.lease_shares s ON s.lease_id = l.id JOIN jayrun.devices d ON d.id = s.device_id
-WHERE l.id = %s GROUP BY l.id
-"""
+_LEASE = "SELECT id, epoch, execution_id, position, jayrun.shares_of(id) FROM jayrun.leases WHERE id = %s"
 
 
 @dataclass(frozen=True, slots=True)

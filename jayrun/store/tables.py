@@ -176,7 +176,7 @@ Index(
     unique=True,
     postgresql_where=text("detached AND id = unit_id AND state IN ('admitted', 'running')"),
 )
-Index("executions_unit", executions.c.unit_id, postgresql_where=text("state IN ('running', 'waiting', 'admitted')"))
+Index("executions_unit", executions.c.unit_id)
 Index("executions_held", executions.c.holder_id, postgresql_where=text("state IN ('running', 'waiting', 'admitted')"))
 
 placement_requests = Table(

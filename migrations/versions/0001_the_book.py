@@ -158,7 +158,7 @@ CREATE INDEX executions_waiting_for_workers ON jayrun.executions (name, priority
 CREATE INDEX executions_ready ON jayrun.executions (name, priority DESC, age) WHERE state = 'ready';
 CREATE UNIQUE INDEX executions_one_per_worker ON jayrun.executions (holder_id)
     WHERE detached AND id = unit_id AND state IN ('admitted', 'running');
-CREATE INDEX executions_unit ON jayrun.executions (unit_id) WHERE state IN ('running', 'waiting', 'admitted');
+CREATE INDEX executions_unit ON jayrun.executions (unit_id);
 CREATE INDEX executions_held ON jayrun.executions (holder_id) WHERE state IN ('running', 'waiting', 'admitted');
 COMMENT ON COLUMN jayrun.executions.unit_id IS
     'The execution that this one is admitted together with: itself, or the operator run whose resource it sets up';
@@ -253,7 +253,13 @@ CREATE TABLE jayrun.lease_events (
 CREATE INDEX lease_events_lease ON jayrun.lease_events (lease_id) WHERE lease_id IS NOT NULL;
 """
 
-# Bodies are quoted with $f$; each function does one thing for all rows of a statement at once.
+# How the functions find their rows. A plan lasts as long as its session, and is older than what the tables have grown
+# to; made while a table had one page it may go through all of it, once or (in a join) for each row. So nothing is left to
+# the planner's knowledge of sizes: whole tables are not scanned (`enable_seqscan`), and rows that have a key are found
+# one by one and by that key, in a statement that reads no other table and asks for no order that another index has.
+# `state || ''` keeps the indexes by state out of it. tests/store/test_plans.py reads what is read.
+
+# Bodies are quoted with $f$.
 TRIGGERS = """
 CREATE FUNCTION jayrun.refuse() RETURNS trigger LANGUAGE plpgsql AS $f$
 BEGIN
@@ -262,27 +268,32 @@ BEGIN
 END $f$;
 
 -- Devices: counters move only with shares, never above the capacity.
-CREATE FUNCTION jayrun.shares_to_counters() RETURNS trigger LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.shares_to_counters() RETURNS trigger LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
 BEGIN
     IF TG_OP = 'INSERT' THEN
-        UPDATE jayrun.devices d SET
-            reserved_bytes = d.reserved_bytes + s.memory_bytes,
-            share_count = d.share_count + s.shares,
-            exclusive_count = d.exclusive_count + s.exclusives
-        FROM (SELECT device_id, sum(memory_bytes) AS memory_bytes, count(*) AS shares,
-                     count(*) FILTER (WHERE exclusive) AS exclusives
-              FROM new_shares WHERE folded_at IS NULL GROUP BY device_id) s
-        WHERE d.id = s.device_id;
+        FOR r IN
+            SELECT device_id, sum(memory_bytes) AS memory_bytes, count(*) AS shares,
+                   count(*) FILTER (WHERE exclusive) AS exclusives
+            FROM new_shares WHERE folded_at IS NULL GROUP BY device_id ORDER BY device_id
+        LOOP
+            UPDATE jayrun.devices SET reserved_bytes = reserved_bytes + r.memory_bytes,
+                share_count = share_count + r.shares, exclusive_count = exclusive_count + r.exclusives
+            WHERE id = r.device_id;
+        END LOOP;
     ELSIF EXISTS (SELECT FROM new_shares WHERE folded_at IS NOT NULL) THEN
-        UPDATE jayrun.devices d SET
-            reserved_bytes = d.reserved_bytes - s.memory_bytes,
-            share_count = d.share_count - s.shares,
-            exclusive_count = d.exclusive_count - s.exclusives
-        FROM (SELECT n.device_id, sum(n.memory_bytes) AS memory_bytes, count(*) AS shares,
-                     count(*) FILTER (WHERE n.exclusive) AS exclusives
-              FROM new_shares n JOIN old_shares o USING (lease_id, device_id)
-              WHERE n.folded_at IS NOT NULL AND o.folded_at IS NULL GROUP BY n.device_id) s
-        WHERE d.id = s.device_id;
+        FOR r IN
+            SELECT n.device_id, sum(n.memory_bytes) AS memory_bytes, count(*) AS shares,
+                   count(*) FILTER (WHERE n.exclusive) AS exclusives
+            FROM new_shares n JOIN old_shares o USING (lease_id, device_id)
+            WHERE n.folded_at IS NOT NULL AND o.folded_at IS NULL GROUP BY n.device_id ORDER BY n.device_id
+        LOOP
+            UPDATE jayrun.devices SET reserved_bytes = reserved_bytes - r.memory_bytes,
+                share_count = share_count - r.shares, exclusive_count = exclusive_count - r.exclusives
+            WHERE id = r.device_id;
+        END LOOP;
     END IF;
     RETURN NULL;
 END $f$;
@@ -304,13 +315,17 @@ CREATE TRIGGER devices_start_empty BEFORE INSERT ON jayrun.devices FOR EACH ROW
     EXECUTE FUNCTION jayrun.refuse('a device starts with nothing reserved');
 
 -- Shares: born live on a live lease, end with their lease, fold after that; nothing else about them changes.
-CREATE FUNCTION jayrun.share_needs_live_lease() RETURNS trigger LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.share_needs_live_lease() RETURNS trigger LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
 BEGIN
-    IF EXISTS (SELECT FROM new_shares n JOIN jayrun.leases l ON l.id = n.lease_id
-               WHERE l.ended_at IS NOT NULL OR n.ended_at IS NOT NULL) THEN
-        RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
-            MESSAGE = 'jayrun.lease_shares: a share is added live, to a lease that has not ended';
-    END IF;
+    FOR r IN SELECT lease_id, bool_or(ended_at IS NOT NULL) AS ended FROM new_shares GROUP BY lease_id LOOP
+        IF r.ended OR EXISTS (SELECT FROM jayrun.leases WHERE id = r.lease_id AND ended_at IS NOT NULL) THEN
+            RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+                MESSAGE = 'jayrun.lease_shares: a share is added live, to a lease that has not ended';
+        END IF;
+    END LOOP;
     RETURN NULL;
 END $f$;
 CREATE TRIGGER shares_on_live_lease AFTER INSERT ON jayrun.lease_shares
@@ -330,28 +345,34 @@ CREATE TRIGGER shares_not_truncated BEFORE TRUNCATE ON jayrun.lease_shares FOR E
     EXECUTE FUNCTION jayrun.refuse('shares are history and are not deleted');
 
 -- Holders of a lease: the last one out ends it. The counter makes two that leave at once meet on the lease's row.
-CREATE FUNCTION jayrun.holders_to_leases() RETURNS trigger LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.holders_to_leases() RETURNS trigger LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
 BEGIN
     IF TG_OP = 'INSERT' THEN
-        IF EXISTS (SELECT FROM new_holders n JOIN jayrun.leases l ON l.id = n.lease_id JOIN jayrun.holders o ON o.id = n.holder_id
-                   WHERE l.ended_at IS NOT NULL OR n.ended_at IS NOT NULL OR o.state = 'ended') THEN
-            RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
-                MESSAGE = 'jayrun.lease_holders: a live holder joins a lease that has not ended';
-        END IF;
-        -- By nothing but its key: with one more condition, sessions older than the table's growth would scan it whole.
-        UPDATE jayrun.leases l SET holder_count = l.holder_count + n.comers
-        FROM (SELECT lease_id, count(*) AS comers FROM new_holders GROUP BY lease_id) n
-        WHERE l.id = n.lease_id;
+        FOR r IN SELECT lease_id, holder_id, ended_at FROM new_holders ORDER BY lease_id LOOP
+            IF r.ended_at IS NOT NULL
+               OR EXISTS (SELECT FROM jayrun.leases WHERE id = r.lease_id AND ended_at IS NOT NULL)
+               OR EXISTS (SELECT FROM jayrun.holders WHERE id = r.holder_id AND state = 'ended') THEN
+                RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+                    MESSAGE = 'jayrun.lease_holders: a live holder joins a lease that has not ended';
+            END IF;
+            UPDATE jayrun.leases SET holder_count = holder_count + 1 WHERE id = r.lease_id;
+        END LOOP;
     ELSE
-        PERFORM FROM jayrun.leases WHERE id IN (SELECT lease_id FROM new_holders) ORDER BY id FOR UPDATE;
-        UPDATE jayrun.leases l SET
-            holder_count = l.holder_count - n.leavers,
-            ended_at = CASE WHEN l.holder_count = n.leavers THEN n.ended_at END,
-            end_reason = CASE WHEN l.holder_count = n.leavers THEN n.end_reason END
-        FROM (SELECT n.lease_id, count(*) AS leavers, max(n.ended_at) AS ended_at, max(n.end_reason) AS end_reason
-              FROM new_holders n JOIN old_holders o USING (lease_id, holder_id)
-              WHERE n.ended_at IS NOT NULL AND o.ended_at IS NULL GROUP BY n.lease_id) n
-        WHERE l.id = n.lease_id;
+        FOR r IN
+            SELECT n.lease_id, count(*) AS leavers, max(n.ended_at) AS ended_at, max(n.end_reason) AS end_reason
+            FROM new_holders n JOIN old_holders o USING (lease_id, holder_id)
+            WHERE n.ended_at IS NOT NULL AND o.ended_at IS NULL GROUP BY n.lease_id ORDER BY n.lease_id
+        LOOP
+            -- Stronger than the update's own lock: it waits for who joins the lease or adds a share, and they for it.
+            PERFORM FROM jayrun.leases WHERE id = r.lease_id FOR UPDATE;
+            UPDATE jayrun.leases SET holder_count = holder_count - r.leavers,
+                ended_at = CASE WHEN holder_count = r.leavers THEN r.ended_at END,
+                end_reason = CASE WHEN holder_count = r.leavers THEN r.end_reason END
+            WHERE id = r.lease_id;
+        END LOOP;
     END IF;
     RETURN NULL;
 END $f$;
@@ -377,7 +398,8 @@ BEGIN
 END $f$;
 CREATE TRIGGER leases_granted AFTER INSERT ON jayrun.leases
     REFERENCING NEW TABLE AS new_leases FOR EACH STATEMENT EXECUTE FUNCTION jayrun.lease_granted();
-CREATE FUNCTION jayrun.lease_ended() RETURNS trigger LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.lease_ended() RETURNS trigger LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
 BEGIN
     UPDATE jayrun.lease_shares SET ended_at = NEW.ended_at WHERE lease_id = NEW.id;
     INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, epoch)
@@ -420,7 +442,8 @@ CREATE TRIGGER executions_parked AFTER UPDATE OF state ON jayrun.executions FOR 
     WHEN (NEW.state = 'waiting' AND OLD.state <> 'waiting') EXECUTE FUNCTION jayrun.execution_parked();
 CREATE TRIGGER holders_moves BEFORE UPDATE ON jayrun.holders FOR EACH ROW
     WHEN (OLD.state = 'ended') EXECUTE FUNCTION jayrun.refuse('a holder ends once');
-CREATE FUNCTION jayrun.holder_ends() RETURNS trigger LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.holder_ends() RETURNS trigger LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
 BEGIN
     -- Stronger than the update's own lock: it waits for whoever is just now giving this holder a lease, and makes those
     -- who saw it alive, and have not written yet, start anew.
@@ -450,7 +473,8 @@ FUNCTIONS = """
 CREATE FUNCTION jayrun.picture(
     the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
     OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
-    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json) LANGUAGE plpgsql AS $f$
+    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json) LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
@@ -492,12 +516,13 @@ BEGIN
             WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = shapes.queue_id AND w.shape = shapes.shape
               AND NOT w.dormant
             ORDER BY w.priority DESC, w.age LIMIT least(of_each, grants_per_batch)) w
-        LEFT JOIN jayrun.holders o ON o.id = w.holder_id
+        LEFT JOIN LATERAL (SELECT * FROM jayrun.holders WHERE id = w.holder_id OFFSET 0) o ON true
         CROSS JOIN LATERAL (
             SELECT json_agg(json_build_array(m.id, q.position, m.invocation, q.device, q.backend, q.is_group, q.min_devices, q.max_devices, q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
                             ORDER BY m.id = m.unit_id, m.age, q.position) AS requests
-            FROM jayrun.executions m JOIN jayrun.placement_requests q ON q.execution_id = m.id
-            WHERE m.unit_id = w.id AND m.state = 'waiting') m;
+            FROM jayrun.executions m CROSS JOIN LATERAL (  -- OFFSET 0: for each by its key, and not as a join
+                SELECT * FROM jayrun.placement_requests WHERE execution_id = m.id OFFSET 0) q
+            WHERE m.unit_id = w.id AND m.state || '' = 'waiting') m;
         SELECT json_agg(json_build_array(o.id, o.operators, o.boot_id, o.pid_namespace, o.pid, o.start_ticks)
                         ORDER BY o.registered_at)
         INTO workers
@@ -519,26 +544,31 @@ END $f$;
 COMMENT ON FUNCTION jayrun.picture IS
     'Behind the gate: folds what ended on the host, then reads its devices, its queue, and what became of one request';
 
-CREATE FUNCTION jayrun.fail_waiting(the_unit uuid, why jsonb) RETURNS void LANGUAGE sql AS $f$
+CREATE FUNCTION jayrun.fail_waiting(the_unit uuid, why jsonb) RETURNS void LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+BEGIN
     -- A detached one whose policy retries this failure is ready again; set-ups end with the invocation they belonged to.
     UPDATE jayrun.executions e SET
-        state = CASE WHEN e.id <> e.unit_id THEN 'cancelled' WHEN r.retried THEN 'ready' ELSE 'failed' END,
-        attempt = e.attempt + r.retried::integer,
-        not_before = CASE WHEN r.retried THEN
-            clock_timestamp() + make_interval(secs =>
-                least(e.retry_seconds * exp(least(ln(e.retry_backoff) * (e.attempt - 1), 40)), 2592000)) END,
+        state = CASE WHEN e.id <> e.unit_id THEN 'cancelled' WHEN e.detached AND e.attempt < e.max_attempts
+                     AND why ->> 'type' = ANY (e.retry_on) THEN 'ready' ELSE 'failed' END,
         waited_seconds = e.waited_seconds + extract(epoch FROM clock_timestamp() - e.waiting_since),
-        waiting_since = NULL, ended_at = CASE WHEN NOT r.retried THEN clock_timestamp() END,
+        waiting_since = NULL,
+        ended_at = CASE WHEN NOT (e.id = e.unit_id AND e.detached AND e.attempt < e.max_attempts
+                                  AND why ->> 'type' = ANY (e.retry_on)) THEN clock_timestamp() END,
         failure = why || jsonb_build_object('attempt', e.attempt, 'at', clock_timestamp())
-    FROM (SELECT id, id = unit_id AND detached AND attempt < max_attempts AND why ->> 'type' = ANY (retry_on) AS retried
-          FROM jayrun.executions WHERE unit_id = the_unit AND state = 'waiting' ORDER BY id FOR UPDATE) r
-    WHERE e.id = r.id
-$f$;
+    WHERE e.unit_id = the_unit AND e.state || '' = 'waiting';
+    UPDATE jayrun.executions e SET attempt = e.attempt + 1,
+        not_before = clock_timestamp() + make_interval(secs =>
+            least(e.retry_seconds * exp(least(ln(e.retry_backoff) * (e.attempt - 1), 40)), 2592000))
+    WHERE e.id = the_unit AND e.state || '' = 'ready';
+END $f$;
 COMMENT ON FUNCTION jayrun.fail_waiting IS 'A waiting unit will never be admitted: it fails, by its retry policy';
 
-CREATE FUNCTION jayrun.write_pass(d jsonb) RETURNS TABLE (lease_id uuid, lease_epoch bigint) LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.write_pass(d jsonb) RETURNS TABLE (lease_id uuid, lease_epoch bigint) LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
 DECLARE
     moment timestamptz := clock_timestamp();  -- one for all members of a unit, by which they are known to belong together
+    r record;
 BEGIN
     IF d ? 'executions' THEN
         INSERT INTO jayrun.executions (
@@ -558,21 +588,20 @@ BEGIN
             max_devices integer, prefer_max_devices boolean, group_bytes bigint, per_device_bytes bigint,
             exclusive boolean, device_id integer);
     END IF;
-    IF d ? 'parked' THEN
+    FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'parked') AS x (id uuid, shape text, invocation integer) LOOP
         -- A detached one leaves its worker, and waits for any that its host, or every host, may have.
-        UPDATE jayrun.executions e SET state = 'waiting', shape = x.shape, invocation = x.invocation, bypassed = 0,
+        UPDATE jayrun.executions SET state = 'waiting', shape = r.shape, invocation = r.invocation, bypassed = 0,
             waiting_since = clock_timestamp(),
-            holder_id = CASE WHEN NOT e.detached THEN e.holder_id END,
-            host_id = CASE WHEN e.detached THEN e.pinned_host_id ELSE e.host_id END
-        FROM jsonb_to_recordset(d -> 'parked') AS x (id uuid, shape text, invocation integer) WHERE e.id = x.id;
-    END IF;
-    IF d ? 'admitted' THEN
-        UPDATE jayrun.executions e SET state = 'admitted', invocation = e.invocation + 1,
-            admitted_at = moment, waiting_since = NULL, holder_id = x.holder_id, host_id = (d -> 'host_id')::bigint,
-            waited_seconds = e.waited_seconds + extract(epoch FROM moment - e.waiting_since)
-        FROM jsonb_to_recordset(d -> 'admitted') AS x (id uuid, holder_id uuid)
-        WHERE e.state = 'waiting' AND e.unit_id = x.id;
-    END IF;
+            holder_id = CASE WHEN NOT detached THEN holder_id END,
+            host_id = CASE WHEN detached THEN pinned_host_id ELSE host_id END
+        WHERE id = r.id;
+    END LOOP;
+    FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'admitted') AS x (id uuid, holder_id uuid) LOOP
+        UPDATE jayrun.executions SET state = 'admitted', invocation = invocation + 1,
+            admitted_at = moment, waiting_since = NULL, holder_id = r.holder_id, host_id = (d -> 'host_id')::bigint,
+            waited_seconds = waited_seconds + extract(epoch FROM moment - waiting_since)
+        WHERE unit_id = r.id AND state || '' = 'waiting';
+    END LOOP;
     IF d ? 'leases' THEN
         RETURN QUERY
         INSERT INTO jayrun.leases (id, execution_id, position, invocation, host_id)
@@ -587,16 +616,13 @@ BEGIN
         SELECT x.id, x.holder_id FROM jsonb_to_recordset(d -> 'leases') AS x (id uuid, holder_id uuid);
     END IF;
     -- A waiter is written at most as often as it may be bypassed, however long it waits.
-    IF d ? 'bypasses' THEN
-        UPDATE jayrun.executions e SET bypassed = e.bypassed + x.times
-        FROM (SELECT w.id, count(*) AS times
-              FROM jsonb_to_recordset(d -> 'bypasses') AS b (shape text, priority integer, age bigint)
-              JOIN jayrun.executions w ON w.shape = b.shape AND w.queue_id IN (0, (d -> 'host_id')::bigint)
-                   AND w.state = 'waiting' AND w.id = w.unit_id AND NOT w.dormant
-                   AND (w.priority > b.priority OR (w.priority = b.priority AND w.age < b.age))
-              GROUP BY w.id) x, jayrun.settings s
-        WHERE e.id = x.id AND e.bypassed < s.bypass_limit;
-    END IF;
+    FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'bypasses') AS x (shape text, priority integer, age bigint) LOOP
+        UPDATE jayrun.executions w SET bypassed = w.bypassed + 1
+        WHERE w.shape = r.shape AND w.queue_id IN (0, (d -> 'host_id')::bigint)
+          AND w.state = 'waiting' AND w.id = w.unit_id AND NOT w.dormant
+          AND (w.priority > r.priority OR (w.priority = r.priority AND w.age < r.age))
+          AND w.bypassed < (SELECT bypass_limit FROM jayrun.settings);
+    END LOOP;
     IF d ? 'impossible' THEN
         PERFORM jayrun.fail_waiting(x.id, jsonb_build_object('type', 'PlacementImpossible', 'message', x.message))
         FROM jsonb_to_recordset(d -> 'impossible') AS x (id uuid, message text);
@@ -604,23 +630,35 @@ BEGIN
 END $f$;
 COMMENT ON FUNCTION jayrun.write_pass IS 'Behind the gate: writes what one admission decided; returns the new leases';
 
-CREATE FUNCTION jayrun.leave(the_holder uuid, lease_ids uuid[], lease_epochs bigint[], reason text) RETURNS bigint
-LANGUAGE plpgsql AS $f$
+CREATE FUNCTION jayrun.leave(the_holder uuid, lease_ids uuid[], lease_epochs bigint[], reason text) RETURNS void
+LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
 DECLARE
-    leavers bigint;
+    r record;
 BEGIN
     -- Whoever ends several of these rows locks them by lease, so that nobody waits in a circle.
-    UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = reason
-    FROM (SELECT x.lease_id FROM unnest(lease_ids, lease_epochs) AS a (lease_id, epoch)
-          JOIN jayrun.leases l ON l.id = a.lease_id AND l.epoch = a.epoch
-          JOIN jayrun.lease_holders x ON x.lease_id = l.id AND x.holder_id = the_holder AND x.ended_at IS NULL
-          ORDER BY x.lease_id FOR UPDATE OF x) n
-    WHERE h.lease_id = n.lease_id AND h.holder_id = the_holder;
-    GET DIAGNOSTICS leavers = ROW_COUNT;
-    RETURN leavers;
+    FOR r IN SELECT * FROM unnest(lease_ids, lease_epochs) AS a (lease_id, epoch) ORDER BY lease_id LOOP
+        IF EXISTS (SELECT FROM jayrun.leases WHERE id = r.lease_id AND epoch = r.epoch) THEN
+            UPDATE jayrun.lease_holders SET ended_at = clock_timestamp(), end_reason = reason
+            WHERE lease_id = r.lease_id AND holder_id = the_holder AND end_reason IS NULL;
+        END IF;
+    END LOOP;
 END $f$;
 COMMENT ON FUNCTION jayrun.leave IS
     'A holder leaves leases, named by id and epoch; what ended already or is not its own is passed over';
+
+CREATE FUNCTION jayrun.finish(ends jsonb) RETURNS void LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
+BEGIN
+    FOR r IN SELECT * FROM jsonb_to_recordset(ends) AS x (id uuid, state text, failure jsonb, attempt integer) LOOP
+        UPDATE jayrun.executions SET state = r.state, ended_at = clock_timestamp(), failure = r.failure,
+            attempt = r.attempt
+        WHERE id = r.id AND state || '' = 'running';
+    END LOOP;
+END $f$;
+COMMENT ON FUNCTION jayrun.finish IS 'Executions that their process ran have ended; what ended already is passed over';
 
 CREATE FUNCTION jayrun.anybody_waits(the_host bigint) RETURNS boolean LANGUAGE plpgsql STABLE AS $f$
 BEGIN
@@ -630,47 +668,59 @@ END $f$;
 COMMENT ON FUNCTION jayrun.anybody_waits IS
     'Whether a unit waits that the host may serve and whose process, if it has one, shows life';
 
-CREATE FUNCTION jayrun.unit_of(the_head uuid) RETURNS json LANGUAGE plpgsql STABLE AS $f$
+CREATE FUNCTION jayrun.unit_of(the_head uuid) RETURNS json LANGUAGE plpgsql STABLE
+SET enable_seqscan = off AS $f$
+DECLARE
+    admitted timestamptz := (SELECT admitted_at FROM jayrun.executions WHERE id = the_head);
 BEGIN
     -- Without a wait that is the head alone, with what it recorded in earlier tries; a set-up that was done before and
     -- is still running is none of those that were admitted together.
     RETURN (
-        SELECT json_build_object(
-            'members', json_agg(json_build_array(m.id, m.name, m.invocation, m.age, m.inputs,
-                (SELECT json_agg(json_build_array(q.device, q.backend, q.is_group, q.min_devices, q.max_devices,
-                        q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
-                        ORDER BY q.position)
-                 FROM jayrun.placement_requests q WHERE q.execution_id = m.id)) ORDER BY m.id = the_head, m.age),
-            'leases', (
-                SELECT json_agg(json_build_array(l.id, l.epoch, l.execution_id, l.position,
-                    (SELECT json_agg(json_build_array(d.id, d.host_index, d.device_uuid, s.memory_bytes, s.exclusive)
-                            ORDER BY d.host_index)
-                     FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id WHERE s.lease_id = l.id))
-                    ORDER BY x.id = the_head, x.age, l.position)
-                FROM jayrun.executions x JOIN jayrun.leases l ON l.execution_id = x.id
-                WHERE x.unit_id = the_head AND x.state = 'running' AND l.invocation = x.invocation
-                  AND l.ended_at IS NULL))
-        FROM jayrun.executions head JOIN jayrun.executions m ON m.unit_id = head.id AND m.state = 'running'
-         AND (m.id = head.id OR m.admitted_at = head.admitted_at)
-        WHERE head.id = the_head);
+        SELECT json_agg(json_build_array(m.id, m.name, m.invocation, m.age, m.inputs,
+            (SELECT json_agg(json_build_array(q.device, q.backend, q.is_group, q.min_devices, q.max_devices,
+                    q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive, q.device_id)
+                    ORDER BY q.position + 0)
+             FROM jayrun.placement_requests q WHERE q.execution_id = m.id),
+            (SELECT json_agg(json_build_array(l.id, l.epoch, l.execution_id, l.position, jayrun.shares_of(l.id))
+                    ORDER BY l.position + 0)
+             FROM jayrun.leases l
+             WHERE l.execution_id = m.id AND l.invocation = m.invocation AND l.ended_at IS NULL))
+            ORDER BY m.id = the_head, m.age)
+        FROM jayrun.executions m
+        WHERE m.unit_id = the_head AND m.state || '' = 'running' AND (m.id = the_head OR m.admitted_at = admitted));
 END $f$;
 COMMENT ON FUNCTION jayrun.unit_of IS
-    'A running unit as whoever goes on with it needs it: its executions with what they recorded, and their leases';
+    'A running unit as whoever goes on with it needs it: its executions, set-ups first, with what each recorded and its leases';
+
+CREATE FUNCTION jayrun.shares_of(the_lease uuid) RETURNS json LANGUAGE plpgsql STABLE
+SET enable_seqscan = off AS $f$
+BEGIN
+    RETURN (
+        SELECT json_agg(json_build_array(d.id, d.host_index, d.device_uuid, s.memory_bytes, s.exclusive)
+                        ORDER BY d.host_index)
+        FROM jayrun.lease_shares s CROSS JOIN LATERAL (
+            SELECT * FROM jayrun.devices WHERE id = s.device_id OFFSET 0) d
+        WHERE s.lease_id = the_lease);
+END $f$;
+COMMENT ON FUNCTION jayrun.shares_of IS 'What a lease has of each of its devices, by their number on the host';
 
 CREATE FUNCTION jayrun.attend(waiting uuid[], OUT woken boolean, OUT ended json, OUT claimed json) LANGUAGE plpgsql
-SET plan_cache_mode = force_generic_plan AS $f$
+SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $f$
+DECLARE
+    head uuid;
 BEGIN
     UPDATE jayrun.executions SET dormant = false WHERE id = ANY (waiting) AND dormant;
     woken := FOUND;
-    UPDATE jayrun.executions e SET state = 'running', claim = e.claim + 1
-    FROM (SELECT id FROM jayrun.executions WHERE unit_id = ANY (waiting) AND state = 'admitted'
-          ORDER BY id FOR UPDATE) n
-    WHERE e.id = n.id;
-    -- What runs was claimed just now; or by the same process before, and the answer was lost.
+    FOR head IN SELECT id FROM jayrun.executions WHERE id = ANY (waiting) AND state || '' = 'admitted' LOOP
+        UPDATE jayrun.executions SET state = 'running', claim = claim + 1
+        WHERE unit_id = head AND state || '' = 'admitted';
+    END LOOP;
+    -- What runs was claimed just now; or by the same process before, and the answer was lost. What was admitted between
+    -- these statements is claimed when its notification comes.
     SELECT json_agg(json_build_array(e.id, e.state, e.failure)) FILTER (WHERE e.state <> 'running'),
            json_agg(json_build_array(e.id, jayrun.unit_of(e.id))) FILTER (WHERE e.state = 'running')
     INTO ended, claimed
-    FROM jayrun.executions e WHERE e.id = ANY (waiting) AND e.state <> 'waiting';
+    FROM jayrun.executions e WHERE e.id = ANY (waiting) AND e.state NOT IN ('waiting', 'admitted');
 END $f$;
 COMMENT ON FUNCTION jayrun.attend IS
     'The process of these waiting units shows life and asks for news: those admitted are claimed, and told with their leases';
@@ -678,8 +728,9 @@ COMMENT ON FUNCTION jayrun.attend IS
 CREATE FUNCTION jayrun.next_execution(the_worker uuid, done jsonb, before_waiting boolean,
     OUT is_alive boolean, OUT finished boolean, OUT waits boolean, OUT taken json) LANGUAGE plpgsql
 -- Else what reads the worker's operators, an array, would be planned anew each time, which takes longer than all the rest.
-SET plan_cache_mode = force_generic_plan AS $f$
+SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $f$
 DECLARE
+    told record;
     me jayrun.holders%ROWTYPE;
     mine uuid;
     first_waiting record;
@@ -689,21 +740,22 @@ DECLARE
 BEGIN
     waits := false;
     IF done IS NOT NULL THEN
-        UPDATE jayrun.executions e SET state = n.state, result = x.result, result_kind = x.result_kind,
-            failure = CASE WHEN n.state <> 'succeeded' THEN
-                coalesce(x.failure || jsonb_build_object('at', clock_timestamp()), e.failure) END,
-            ended_at = CASE WHEN n.state <> 'ready' THEN clock_timestamp() END,
-            attempt = e.attempt + (n.state = 'ready' AND x.failure IS NOT NULL)::integer,
-            not_before = clock_timestamp() + make_interval(secs => x.pause_seconds),
-            holder_id = CASE WHEN n.state <> 'ready' THEN e.holder_id END,
-            host_id = CASE WHEN n.state <> 'ready' THEN e.host_id ELSE e.pinned_host_id END
-        FROM jsonb_to_record(done) AS x (id uuid, claim bigint, state text, result jsonb, result_kind text,
-                                         failure jsonb, pause_seconds double precision)
-        JOIN jayrun.executions r ON r.id = x.id
+        SELECT * INTO told FROM jsonb_to_record(done) AS x (
+            id uuid, claim bigint, state text, result jsonb, result_kind text, failure jsonb, pause_seconds double precision);
         -- What was asked to end meanwhile is not tried again.
-        CROSS JOIN LATERAL (SELECT CASE WHEN x.state = 'ready' AND r.cancelled_at IS NOT NULL THEN 'cancelled'
-                                        ELSE x.state END AS state) n
-        WHERE e.id = x.id AND e.claim = x.claim AND e.state = 'running' AND e.holder_id = the_worker
+        IF told.state = 'ready' AND EXISTS (
+            SELECT FROM jayrun.executions WHERE id = told.id AND cancelled_at IS NOT NULL) THEN
+            told.state := 'cancelled';
+        END IF;
+        UPDATE jayrun.executions e SET state = told.state, result = told.result, result_kind = told.result_kind,
+            failure = CASE WHEN told.state <> 'succeeded' THEN
+                coalesce(told.failure || jsonb_build_object('at', clock_timestamp()), e.failure) END,
+            ended_at = CASE WHEN told.state <> 'ready' THEN clock_timestamp() END,
+            attempt = e.attempt + (told.state = 'ready' AND told.failure IS NOT NULL)::integer,
+            not_before = clock_timestamp() + make_interval(secs => told.pause_seconds),
+            holder_id = CASE WHEN told.state <> 'ready' THEN e.holder_id END,
+            host_id = CASE WHEN told.state <> 'ready' THEN e.host_id ELSE e.pinned_host_id END
+        WHERE e.id = told.id AND e.claim = told.claim AND e.state || '' = 'running' AND e.holder_id = the_worker
         RETURNING e.watched INTO somebody_watches;
         -- Told once more, since the answer was lost: it stands there as this claim ended it, and nobody else did that.
         finished := FOUND OR EXISTS (

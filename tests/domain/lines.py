@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_candidate
 from jayrun.domain.keeping import find_target
-from jayrun.domain.planner import Granted, Impossible, judge
+from jayrun.domain.planner import Granted, Impossible, judge, judge_later
 from jayrun.domain.queue import Admission, Bypass, Waiter, Worker
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
@@ -159,7 +159,10 @@ def slow_pass(
                     for device in now[host]
                     if device.id in taken
                 )
-        elif asking.hosts and all(isinstance(verdicts.get(host), Impossible) for host in asking.hosts):
+        elif asking.hosts and all(
+            host in now and isinstance(judge_later(asking.recorded or asking.requests, now[host]), Impossible)
+            for host in asking.hosts
+        ):
             impossible.add(asking.id)
         else:
             waiting.append(asking)

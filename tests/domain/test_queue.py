@@ -108,6 +108,12 @@ def test_a_pinned_waiter_is_bypassed_on_its_device_only() -> None:
     assert admission.bypasses == (Bypass(waiters[0].shape, 0, 3),)
 
 
+def test_what_can_never_fit_waits_for_no_worker() -> None:
+    waiters = [waiter(age, one(10), recorded=(one(10), one(90)), operator="embed", bypassed=age) for age in (1, 2)]
+    admission = admit(waiters, {1: [gpu(0, 80)]}, bypass_limit=0, batch=9)
+    assert {key.int for key in admission.impossible} == {1, 2}
+
+
 def test_within_one_pass_nobody_is_bypassed_more_often_than_the_limit_on_one_device() -> None:
     waiters = [waiter(0, one(70), bypassed=13), *(waiter(age, one(1)) for age in range(1, 40))]
     admission = admit(waiters, {1: [gpu(0, 80, 20)]}, bypass_limit=16, batch=99)

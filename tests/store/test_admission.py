@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import UUID
 
@@ -11,7 +12,7 @@ import psycopg
 import pytest
 from fleet import cuda, cuda_group, gpus, scene
 from history import replay
-from processes import CONTEXT, PATIENCE, finished, process
+from processes import CONTEXT, PATIENCE, finished, process, until
 
 from jayrun import probes
 from jayrun.domain.devices import DeviceState
@@ -392,6 +393,25 @@ def test_an_unclaimed_grant_goes_back_and_its_waiter_sleeps_until_it_shows_life(
     assert admission.combine(book, stage.host_id) == 1
     assert claim(book, sleeper) is not None
     assert replay(sql) == 4
+
+
+def test_a_unit_admitted_while_others_are_claimed_is_claimed_next(book: Book, sql: psycopg.Connection) -> None:
+    stage = scene(book, gpus(2))
+    first, second = stage.granted(cuda(24)), stage.granted(cuda(24))
+    (older, _), (younger, _) = stage.reserve(cuda(24)), stage.reserve(cuda(24))
+    leases.release(book, stage.host_id, stage.holder.id, [(first.id, first.epoch)])
+    admission.combine(book, stage.host_id)
+    with ThreadPoolExecutor(1) as pool:
+        with sql.transaction():
+            sql.execute("SELECT FROM jayrun.executions WHERE id = %s FOR UPDATE", (older,))
+            attending = pool.submit(executions.attend, book, [older, younger])
+            until(lambda: sql.execute("SELECT FROM pg_locks WHERE NOT granted").fetchone() is not None)
+            leases.release(book, stage.host_id, stage.holder.id, [(second.id, second.epoch)])
+            assert admission.combine(book, stage.host_id) == 1
+        attended = attending.result(PATIENCE)
+    assert list(attended.claimed) == [older]
+    assert attended.ended == []
+    assert list(executions.attend(book, [older, younger]).claimed) == [older, younger]
 
 
 def test_a_withdrawn_waiter_or_unclaimed_grant_leaves_nothing(book: Book, sql: psycopg.Connection) -> None:
