@@ -10,12 +10,14 @@ import pytest
 from fleet import Scene, cuda, gpus, scene
 
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store import admission, executions, leases
+from jayrun.store import admission, claims, executions, holders, leases
+from jayrun.store.claims import Done, Taken
 from jayrun.store.leases import Finished, Lease
+from jayrun.store.submissions import submission, submit
 from jayrun.store.transactions import Book
 
 # As many as that end, and as many that wait behind the ones of the test, for the same.
-MANY = 5_000
+MANY = 2_000
 GROWTH = f"""
 INSERT INTO jayrun.executions (id, unit_id, kind, name, host_id, holder_id, state)
 SELECT id, id, 'operator', 'ended', %(host)s, %(holder)s, 'running'
@@ -78,4 +80,46 @@ def test_a_hand_over_reads_few_rows(book: Book, sql: psycopg.Connection, analyse
     book.value(FLUSH)
     rows = read(sql) - before
     assert rows.total() > 10
+    assert max(rows.values()) < 100, rows
+
+
+READY = f"""
+INSERT INTO jayrun.executions (id, unit_id, kind, name, detached, state, inputs, ended_at)
+SELECT id, id, 'operator', 'Test', true, state, '{{}}', CASE WHEN state = 'cancelled' THEN clock_timestamp() END
+FROM (SELECT gen_random_uuid() AS id, state FROM generate_series(1, {MANY}), unnest(ARRAY['ready', 'cancelled']) state) n
+"""
+
+
+def end_and_take(book: Book, worker: UUID, last: Taken) -> Taken:
+    done = Done(id=last.id, claim=last.claim, state=ExecutionState.SUCCEEDED, result="1", result_kind="json")
+    following = claims.take(book, worker, done)
+    assert following.finished
+    assert following.taken is not None
+    return following.taken
+
+
+@pytest.mark.parametrize("analysed", ["never", "while small", "when grown"])
+def test_a_worker_reads_few_rows(book: Book, sql: psycopg.Connection, analysed: str) -> None:
+    stage = scene(book, gpus(1))
+    worker = holders.register(book, stage.host_id, role="worker").id
+    claims.accept(book, worker, ["Test"])
+    wanted = submission("Test", {})
+    for _ in range(12):
+        submit(book, wanted)
+    if analysed == "while small":
+        sql.execute("VACUUM ANALYZE")
+    taken = claims.take(book, worker).taken
+    for _ in range(10):
+        assert taken is not None
+        taken = end_and_take(book, worker, taken)
+    assert taken is not None
+    sql.execute(READY)
+    if analysed == "when grown":
+        sql.execute("ANALYZE")
+    book.value(FLUSH)
+    before = read(sql)
+    end_and_take(book, worker, taken)
+    book.value(FLUSH)
+    rows = read(sql) - before
+    assert rows.total() > 3
     assert max(rows.values()) < 100, rows
