@@ -179,7 +179,7 @@ def _wait_for_turn(
     give_up_at = None if terms.timeout_seconds is None else time.monotonic() + terms.timeout_seconds
     tick_seconds = book.tick_seconds()
     reachable = True
-    with book.listen() as listener:
+    with book.listen(str(execution.holder_id)) as listener:
         while not child.ended(0):  # by Ctrl-C, or by a signal that was passed on
             listener.open()
             try:

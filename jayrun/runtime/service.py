@@ -85,7 +85,7 @@ class Service:
         self.outbox = Outbox()
         self._waits: dict[UUID, Wait] = {}
         self._waits_lock = threading.Lock()
-        self._listener = self.book.listen()
+        self._listener = self.book.listen(str(self.holder.id))
         self._stopping = False
         self._outage_since: float | None = None
         self.resources = Resources()
@@ -239,11 +239,11 @@ class Service:
         until = min([next_tick, *deadlines])
         if self._outage_since is not None:
             until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
-        named: set[str] = set()
+        named = False
         if not self.outbox.messages or self._outage_since is not None:
             named = self._listener.wait(until - time.monotonic(), self.outbox.wake_reader)
         self.outbox.drain_wakes()
-        return not named.isdisjoint((str(self.holder.id), "*"))
+        return named
 
     def _expire(self) -> None:
         """Resolve the waits whose time is over; the book is told when it can be."""

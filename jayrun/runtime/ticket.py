@@ -61,7 +61,7 @@ class Ticket:
         if found.has_ended:
             return found
         tick_seconds = self._book.tick_seconds()
-        with self._book.listen() as listener:
+        with self._book.listen(str(self.id)) as listener:
             listener.open()
             submissions.watch(self._book, self.id)
             while not (found := self.look()).has_ended:
@@ -70,10 +70,7 @@ class Ticket:
                     if time.monotonic() >= give_up_at:
                         break
                     until = min(until, give_up_at)
-                # A look when its own name is called; others are called all the time.
-                while (left := until - time.monotonic()) > 0:
-                    if not listener.wait(left).isdisjoint((str(self.id), "*")):
-                        break
+                listener.wait(until - time.monotonic())
         return found
 
     def why(self) -> Explanation:

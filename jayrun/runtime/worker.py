@@ -120,7 +120,7 @@ class Worker:
         probes.reach("worker.registered")
         claims.accept(self._book, self._service.holder.id, list(self._operators))
         done: Done | None = None
-        with self._book.listen() as listener:
+        with self._book.listen(str(self._service.holder.id), WORKERS) as listener:
             while True:
                 if not self._draining and kernel.readable(0, self._leash):
                     log.warning("its supervisor is gone; it ends")
@@ -172,7 +172,6 @@ class Worker:
     def _idle(self, listener: Any) -> None:
         """Until something may be there to take, the tick, or a signal."""
         give_up_at = time.monotonic() + self._service.tick_seconds
-        own = {str(self._service.holder.id), WORKERS, "*"}
         probes.reach("worker.idle")
         while (left := give_up_at - time.monotonic()) > 0:
             heard = listener.wait(left, self._wake_reader, self._leash)
@@ -181,7 +180,7 @@ class Worker:
                     pass
             if self._draining or kernel.readable(0, self._leash):
                 return
-            if heard & own:
+            if heard:
                 probes.reach("worker.woken")
                 return
 

@@ -18,7 +18,6 @@ from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.ending import Endable, first_to_end, without
 from jayrun.domain.queue import Admission
 from jayrun.store import admission
-from jayrun.store.changes import payload
 from jayrun.store.picture import Picture, load
 from jayrun.store.transactions import Book, Gate
 
@@ -124,14 +123,14 @@ class _Blockers:
         waiters = [unit.waiter for unit in self._picture.units.values()]
         chosen = first_to_end(waiters, without(self._picture.devices, gone), idle, self._decide)
         if chosen:
-            self._gate.commit(_FLAG, (list(chosen),), notify=payload({str(owners[each]) for each in chosen}))
+            self._gate.commit(_FLAG, (list(chosen),), tell={str(owners[each]) for each in chosen})
             return len(chosen), 0
         deadlock = find_deadlock(self._parties(), self._picture.devices, held)
         if deadlock is None:
             self._gate.leave()
             return 0, 0
         holder_id = self._picture.units[deadlock.victim.id].holder_id
-        self._gate.commit(_FAIL, (holder_id, deadlock.victim.id, deadlock.message), notify=str(holder_id))
+        self._gate.commit(_FAIL, (holder_id, deadlock.victim.id, deadlock.message), tell=[str(holder_id)])
         return 0, 1
 
     def _decide(self, devices: Sequence[BookedDevice]) -> Admission:

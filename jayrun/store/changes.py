@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from uuid import UUID
 
@@ -16,7 +15,7 @@ from jayrun.store.transactions import Gate
 
 _WRITE = "SELECT * FROM jayrun.write_pass(%s)"
 WORKERS = "workers"
-"""Notifies idle workers: an execution is ready, or waits for any host."""
+"""The name of all workers: something waits for any host."""
 
 
 class Changes:
@@ -69,13 +68,7 @@ class Changes:
             gate.commit() if durable else gate.leave()
             return {}
         document = self._document | {"host_id": self._host_id}
-        return dict(gate.commit(_WRITE, (document,), notify=payload(self._told) if self._told else None))
+        return dict(gate.commit(_WRITE, (document,), tell=self._told))
 
     def _add(self, part: str, record: Any) -> None:
         self._document.setdefault(part, []).append(record)
-
-
-def payload(names: Iterable[str]) -> str:
-    """A notification that names all of `names`; `*`, everyone, when they are more than it holds."""
-    text = " ".join(sorted(names))
-    return text if len(text) < 7_900 else "*"

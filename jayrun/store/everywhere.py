@@ -8,7 +8,6 @@ from typing import Any
 from jayrun.domain.devices import BookedDevice
 from jayrun.domain.planner import Impossible, judge
 from jayrun.errors import PlacementImpossible
-from jayrun.store.changes import payload
 from jayrun.store.picture import booked_device
 from jayrun.store.requests import from_row
 from jayrun.store.transactions import Book, Gate
@@ -50,7 +49,7 @@ def fail_impossible(book: Book) -> int:
         for shape, reason in found.items():
             why = {"type": PlacementImpossible.__name__, "message": reason}
             watched |= {row[0] for row in gate.execute(_FAIL, (why, shape)) if row[1]}
-        gate.commit(notify=payload(watched) if watched else None)
+        gate.commit(tell=watched)
         return len(found)
 
     return book.gated(unit)

@@ -51,7 +51,7 @@ _CANCEL_RUNNING = """
 UPDATE jayrun.executions SET cancelled_at = coalesce(cancelled_at, clock_timestamp())
 WHERE id = %s AND state = 'running' RETURNING id
 """
-_TELL = "SELECT pg_notify('jayrun', %s)"
+_TELL = "SELECT jayrun.tell(%s)"
 _RETRY = """
 UPDATE jayrun.executions SET state = 'ready', attempt = 1, crashes = 0, not_before = NULL, cancelled_at = NULL,
     ended_at = NULL, holder_id = NULL, host_id = pinned_host_id, result = NULL, result_kind = NULL
@@ -206,7 +206,7 @@ def cancel(book: Book, execution_id: UUID, *, who: str) -> Look:
 
         if book.written(unit):
             # Whoever waits for it hears of it: its own process, and those that watch it.
-            names = " ".join(str(name) for name in (found.holder_id, execution_id) if name)
+            names = [str(name) for name in (found.holder_id, execution_id) if name]
             book.written(lambda pg, names=names: pg.execute(_TELL, (names,)))  # type: ignore[misc]
             if found.host_id is not None:  # what was granted to it, or kept for it, is for the next there
                 admission.combine(book, found.host_id)

@@ -20,7 +20,7 @@ import copy
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import psycopg
@@ -50,7 +50,8 @@ SET LOCAL synchronous_commit = off;
 LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE;
 """
 _FLUSH = "SELECT pg_logical_emit_message(true, 'jayrun', '')"
-_NOTIFY = ", pg_notify('jayrun', %s)"
+_TELL = ", jayrun.tell(%s)"
+_LISTEN = 'LISTEN "jayrun:{}"'
 
 
 class Gate:
@@ -74,11 +75,12 @@ class Gate:
         return self._cursor.fetchall() if self._cursor.description is not None else []
 
     def commit(
-        self, statement: str = "SELECT", parameters: tuple[object, ...] = (), *, notify: str | None = None
+        self, statement: str = "SELECT", parameters: tuple[object, ...] = (), *, tell: Iterable[str] = ()
     ) -> list[tuple[Any, ...]]:
-        """Run a last statement, commit, let the gate go, and only then make it durable and tell those whom `notify`
-        names; all in one message. Returns the rows of the statement."""
-        flush = _FLUSH if notify is None else _FLUSH + rendered(_NOTIFY, (notify,))
+        """Run a last statement, commit, let the gate go, and only then make it durable and `tell` those who listen
+        under these names; all in one message. Returns the rows of the statement."""
+        names = sorted(tell)
+        flush = _FLUSH + rendered(_TELL, (names,)) if names else _FLUSH
         self._cursor.execute(f"{self._opening}{rendered(statement, parameters)}; COMMIT; {flush}")
         self.left = True
         self._cursor.set_result(-3)
@@ -92,10 +94,13 @@ class Gate:
 
 class Listener:
     """A connection that LISTENs while somebody waits. What it hears is a hint to look at the book, and so is silence:
-    polling is the truth, so a connection that cannot be had is tried again at the next wait and missed by nobody."""
+    polling is the truth, so a connection that cannot be had is tried again at the next wait and missed by nobody.
 
-    def __init__(self, engine: Engine) -> None:
+    Each name is a channel, so that nobody is woken for what concerns others."""
+
+    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
         self._engine = engine
+        self._listen = "; ".join(_LISTEN.format(name) for name in names)
         self._connection: PgConnection[Any] | None = None
 
     @property
@@ -111,27 +116,24 @@ class Listener:
             connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
             checked_out.detach()
             try:
-                connection.execute("LISTEN jayrun")
+                connection.execute(self._listen)
             except psycopg.Error:
                 connection.close()
                 raise
             self._connection = connection
 
-    def wait(self, seconds: float, *sources: int) -> set[str]:
-        """Until something is heard, one of the file descriptors `sources` is readable, or the time is over.
-
-        Returns the names that were called; a look costs little, so most callers need not care.
-        """
+    def wait(self, seconds: float, *sources: int) -> bool:
+        """Until one of the names is called, one of the file descriptors `sources` is readable, or the time is over;
+        whether a name was called."""
         ears = [] if self._connection is None else [self._connection.fileno()]
         kernel.readable(seconds, *sources, *ears)
-        names: set[str] = set()
-        if self._connection is not None:
-            try:
-                for notify in self._connection.notifies(timeout=0):
-                    names.update(notify.payload.split())
-            except psycopg.Error:
-                self.close()
-        return names
+        if self._connection is None:
+            return False
+        try:
+            return bool(list(self._connection.notifies(timeout=0)))
+        except psycopg.Error:
+            self.close()
+            return False
 
     def forget(self) -> None:
         """In a forked child: let the parent's connection be; psycopg tells the server nothing from there."""
@@ -216,10 +218,10 @@ class Book:
 
         return self._replayed(attempt)
 
-    def listen(self) -> Listener:
-        """A connection of its own that hears of admissions; the caller closes it."""
+    def listen(self, *names: str) -> Listener:
+        """A connection of its own that hears when one of `names` is called; the caller closes it."""
         # Not one of the pool's: their server processes have all at hand that an admission needs.
-        return Listener(connect_engine(self.url, role=self._role, instance=self._instance, pooled=False))
+        return Listener(connect_engine(self.url, role=self._role, instance=self._instance, pooled=False), names)
 
     def tick_seconds(self) -> float:
         """The book's setting: how often reconcilers look."""

@@ -470,6 +470,13 @@ CREATE TRIGGER events_not_truncated BEFORE TRUNCATE ON jayrun.lease_events FOR E
 
 # The book's own functions: the hot statements, planned once per session whatever stands between it and the client.
 FUNCTIONS = """
+CREATE FUNCTION jayrun.tell(names text[]) RETURNS void LANGUAGE plpgsql AS $f$
+BEGIN
+    PERFORM pg_notify('jayrun:' || name, '') FROM unnest(names) name;
+END $f$;
+COMMENT ON FUNCTION jayrun.tell IS
+    'Calls holders, executions that are watched, or all workers, each on the channel jayrun:NAME';
+
 CREATE FUNCTION jayrun.picture(
     the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
     OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
@@ -762,7 +769,7 @@ BEGIN
             SELECT FROM jayrun.executions e
             WHERE e.id = (done ->> 'id')::uuid AND e.claim = (done ->> 'claim')::bigint AND e.state = done ->> 'state');
         IF somebody_watches THEN
-            PERFORM pg_notify('jayrun', done ->> 'id');
+            PERFORM jayrun.tell(ARRAY[done ->> 'id']);
         END IF;
     END IF;
     SELECT * INTO me FROM jayrun.holders WHERE id = the_worker AND state = 'alive';
@@ -840,7 +847,7 @@ BEGIN
                       AND t.id = t.unit_id AND t.state IN ('admitted', 'running'))
     ORDER BY o.silent, random() LIMIT 1;
     IF FOUND THEN
-        PERFORM pg_notify('jayrun', idle::text);
+        PERFORM jayrun.tell(ARRAY[idle::text]);
     END IF;
 END $f$;
 COMMENT ON FUNCTION jayrun.wake_workers IS

@@ -236,7 +236,7 @@ def test_no_tick_is_needed_once_the_book_knows_that_it_is_idle(
     sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600")
     owner, other = actor(), actor()
     owner.use("model", 20)
-    until(lambda: sql.execute("SELECT FROM pg_stat_activity WHERE query = 'LISTEN jayrun'").fetchone() is not None)
+    until(lambda: sql.execute("SELECT FROM pg_stat_activity WHERE query LIKE 'LISTEN%'").fetchone() is not None)
     sql.execute("UPDATE jayrun.executions SET idle_since = clock_timestamp() WHERE kind = 'resource'")
     other.take(24, 0)
     owner.says("tears down", "model")

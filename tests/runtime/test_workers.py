@@ -640,17 +640,19 @@ def test_what_is_given_back_or_left_by_the_dead_wakes_an_idle_worker(runtime: Ru
     assert taken is not None
     claims.accept(book, second.id, ["Add"])
     with psycopg.connect(url, autocommit=True) as listener:
-        listener.execute("LISTEN jayrun")
+        listener.execute(f'LISTEN "jayrun:{second.id}"')
         claims.accept(book, first.id, [])
         claims.take(book, first.id, Done(id=taken.id, claim=taken.claim, state=ExecutionState.READY))
-        assert str(second.id) in [each.payload for each in listener.notifies(timeout=PATIENCE, stop_after=1)]
+        assert list(listener.notifies(timeout=PATIENCE, stop_after=1))
         again = claims.take(book, second.id).taken
         assert again is not None
         claims.accept(book, second.id, [])
         third = holders.register(book, here, role="worker")
         claims.accept(book, third.id, ["Add"])
+        listener.execute(f'LISTEN "jayrun:{third.id}"')
         holders.leave(book, second)
-        assert str(third.id) in [each.payload for each in listener.notifies(timeout=PATIENCE, stop_after=1)]
+        [called] = listener.notifies(timeout=PATIENCE, stop_after=1)
+        assert called.channel == f"jayrun:{third.id}"
 
 
 def test_failing_fast_ends_the_intake(runtime: Runtime, crew: Crew, tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def hammer(url: str, seed: int, rounds: int) -> None:
             taken = [outcome.lease]
         else:
             assert outcome == Parked()
-            with book.listen() as listener:
+            with book.listen(str(me.id)) as listener:
                 while (claimed := claim(book, execution_id)) is None:
                     listener.open()
                     listener.wait(0.05)

@@ -86,7 +86,8 @@ def test_a_hand_over_reads_few_rows(book: Book, sql: psycopg.Connection, analyse
 READY = f"""
 INSERT INTO jayrun.executions (id, unit_id, kind, name, detached, state, inputs, ended_at)
 SELECT id, id, 'operator', 'Test', true, state, '{{}}', CASE WHEN state = 'cancelled' THEN clock_timestamp() END
-FROM (SELECT gen_random_uuid() AS id, state FROM generate_series(1, {MANY}), unnest(ARRAY['ready', 'cancelled']) state) n
+FROM (SELECT gen_random_uuid() AS id, state
+      FROM generate_series(1, {MANY}), unnest(ARRAY['ready', 'cancelled']) state) n
 """
 
 
