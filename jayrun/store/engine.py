@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
 from psycopg import Connection as PgConnection
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from jayrun.errors import BookDenied, BookUnreachable
 
-# Threads at work find their connections again: a new server process has nothing at hand, and its first admission takes
-# several times as long. Whoever keeps a Book for long closes them when nobody uses them (`Book.close_if_unused`).
-_POOL = {
-    "pool_size": 8,
-    "max_overflow": 56,
-    "pool_timeout": 30,
-    "pool_use_lifo": True,
-    "pool_reset_on_return": None,  # autocommit leaves nothing open, and after an error a connection is thrown away
-}
 _CONNECT = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
@@ -33,6 +24,10 @@ _CONNECT = {
     "target_session_attrs": "read-write",
     "hostaddr": "",  # a caller's PGHOSTADDR would send us elsewhere than the URL says
 }
+
+
+MAX_CONNECTIONS = 64
+"""So many of a Book are in use at once."""
 
 
 def _as_text(record: logging.LogRecord) -> bool:
@@ -45,18 +40,19 @@ def _as_text(record: logging.LogRecord) -> bool:
 logging.getLogger("psycopg").addFilter(_as_text)
 
 
-def connect_engine(url: str, *, role: str, instance: str = "", pooled: bool = True) -> Engine:
-    """An engine for the book at `url`; connects lazily, in autocommit (transactions are begun where they are meant).
+def connect_engine(url: str, *, role: str, instance: str = "") -> Engine:
+    """An engine for the book at `url`, in autocommit (transactions are begun where they are meant). Every connection
+    is a new one, and it keeps none (`Connections` does).
 
-    With `pooled` off every connection is a new one, and none is kept. `role` and `instance` name this process to the
-    server (`application_name`). Raises ValueError for a URL that is not PostgreSQL's.
+    `role` and `instance` name this process to the server (`application_name`). Raises ValueError for a URL that is not
+    PostgreSQL's.
     """
     name = f"jayrun:{role}:{instance}" if instance else f"jayrun:{role}"
     return create_engine(
         driver_url(url),
         isolation_level="AUTOCOMMIT",
         connect_args={**_CONNECT, "application_name": name[:63]},
-        **(_POOL if pooled else {"poolclass": NullPool}),
+        poolclass=NullPool,
     )
 
 
@@ -81,7 +77,7 @@ def reaching(url: str) -> Iterator[None]:
     """Turn a failed connection inside the block into `BookUnreachable` with address, reason and remedy."""
     try:
         yield
-    except (OperationalError, psycopg.OperationalError, PoolTimeout) as error:
+    except (OperationalError, psycopg.OperationalError) as error:
         if not is_lost(error):
             raise
         raise unreachable(url, error) from error
@@ -125,8 +121,6 @@ def is_refused(error: BaseException) -> bool:
 def is_lost(error: BaseException) -> bool:
     """Whether `error` means that the connection is gone or was never made (and not that a statement was refused)."""
     cause = error.orig if isinstance(error, DBAPIError) else error
-    if isinstance(error, PoolTimeout):
-        return True
     if not isinstance(cause, psycopg.Error):
         return False
     # A refused statement carries an SQLSTATE; 08 is connection trouble, 57P a server that goes away, 53300 too many
@@ -137,15 +131,51 @@ def is_lost(error: BaseException) -> bool:
     return state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03")
 
 
-@contextmanager
-def driver_connection(engine: Engine) -> Iterator[PgConnection[Any]]:
-    """The psycopg connection under one of the engine's; after any exception it is thrown away."""
+def new_connection(engine: Engine) -> PgConnection[Any]:
+    """A new psycopg connection, the caller's to close. Raises what psycopg and SQLAlchemy raise."""
     checked_out = engine.raw_connection()
-    try:
-        pg: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
-        yield pg
-    except BaseException:  # also Ctrl-C in the middle of a message
-        checked_out.invalidate()
-        raise
-    finally:
-        checked_out.close()
+    connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
+    checked_out.detach()
+    return connection
+
+
+class Connections:
+    """The psycopg connections of a Book, safe to share among threads.
+
+    Threads at work find their connections again, the last one first: a new server process has nothing at hand, and its
+    first admission takes several times as long. A check-out costs a microsecond; SQLAlchemy's pool takes 40, several
+    times in each admission. After any exception a connection is thrown away; autocommit leaves nothing open.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.forget()
+
+    @contextmanager
+    def one(self) -> Iterator[PgConnection[Any]]:
+        """A connection for the block; waits while `MAX_CONNECTIONS` are in use."""
+        with self._free:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = new_connection(self._engine)
+            try:
+                yield connection
+            except BaseException as error:  # also Ctrl-C in the middle of a message
+                connection.close()
+                if is_lost(error):  # and with it most likely the others
+                    self.close()
+                raise
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        """Close the idle ones."""
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop().close()
+
+    def forget(self) -> None:
+        """Start anew: in a forked child the parent's connections are let be (psycopg tells the server nothing from
+        there), and its lock, which another thread may have held."""
+        self._idle: list[PgConnection[Any]] = []
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)

@@ -28,11 +28,19 @@ from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from jayrun import kernel, probes
 from jayrun.errors import BookBusy
-from jayrun.store.engine import connect_engine, denied, driver_connection, is_denied, is_lost, is_refused, unreachable
+from jayrun.store.engine import (
+    Connections,
+    connect_engine,
+    denied,
+    is_denied,
+    is_lost,
+    is_refused,
+    new_connection,
+    unreachable,
+)
 from jayrun.store.texts import rendered
 
 T = TypeVar("T")
@@ -111,10 +119,8 @@ class Listener:
         """Connect if it is not; a look at the book after this misses nothing that is told later."""
         if self._connection is not None:
             return
-        with contextlib.suppress(psycopg.Error, DBAPIError, PoolTimeout):
-            checked_out = self._engine.raw_connection()
-            connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
-            checked_out.detach()
+        with contextlib.suppress(psycopg.Error, DBAPIError):
+            connection = new_connection(self._engine)
             try:
                 connection.execute(self._listen)
             except psycopg.Error:
@@ -156,9 +162,9 @@ class Book:
 
     def __init__(self, url: str, *, role: str, instance: str = "", patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.url = url
-        self._role, self._instance = role, instance
         self.patience_seconds = patience_seconds
         self._engine = connect_engine(url, role=role, instance=instance)
+        self._connections = Connections(self._engine)
         self._used = threading.Event()
 
     def with_patience(self, seconds: float) -> Book:
@@ -169,7 +175,7 @@ class Book:
 
     def close(self) -> None:
         """Close the idle connections. The Book opens new ones if it is used again."""
-        self._engine.dispose()
+        self._connections.close()
 
     def close_if_unused(self) -> None:
         """Close the idle connections if nothing was asked since the last call of this."""
@@ -180,7 +186,7 @@ class Book:
 
     def forget(self) -> None:
         """In a forked child: drop the parent's connections without a word to the server."""
-        self._engine.dispose(close=False)
+        self._connections.forget()
 
     def gated(self, unit: Callable[[Gate], T]) -> T:
         """Run `unit` behind the gate; it must end with `commit` or `leave`. Returns what it returns, once durable.
@@ -189,7 +195,7 @@ class Book:
         """
 
         def attempt() -> T:
-            with driver_connection(self._engine) as pg:
+            with self._connections.one() as pg:
                 gate = Gate(pg)
                 result = unit(gate)
                 if not gate.left:
@@ -203,7 +209,7 @@ class Book:
         """Run `unit` on a connection in autocommit: each statement is a READ COMMITTED transaction of its own."""
 
         def attempt() -> T:
-            with driver_connection(self._engine) as pg:
+            with self._connections.one() as pg:
                 return unit(pg)
 
         return self._replayed(attempt)
@@ -220,8 +226,7 @@ class Book:
 
     def listen(self, *names: str) -> Listener:
         """A connection of its own that hears when one of `names` is called; the caller closes it."""
-        # Not one of the pool's: their server processes have all at hand that an admission needs.
-        return Listener(connect_engine(self.url, role=self._role, instance=self._instance, pooled=False), names)
+        return Listener(self._engine, names)
 
     def tick_seconds(self) -> float:
         """The book's setting: how often reconcilers look."""
@@ -245,7 +250,7 @@ class Book:
         while True:
             try:
                 return attempt()
-            except (psycopg.Error, DBAPIError, PoolTimeout) as error:
+            except (psycopg.Error, DBAPIError) as error:
                 if is_refused(error):
                     refusals += 1
                     if refusals >= REPLAYS:
