@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -131,9 +132,24 @@ def is_lost(error: BaseException) -> bool:
     return state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03")
 
 
+@contextmanager
+def disentangled() -> Iterator[None]:
+    """For a block that connects: errors of psycopg and SQLAlchemy refer to themselves by their frames. Until the
+    collector came by they would keep the locals of all callers too, and with them a user's data and its leases."""
+    try:
+        yield
+    except (psycopg.Error, DBAPIError) as error:
+        met: BaseException | None = error
+        while met is not None:
+            traceback.clear_frames(met.__traceback__)
+            met = met.__cause__ or met.__context__
+        raise
+
+
 def new_connection(engine: Engine) -> PgConnection[Any]:
     """A new psycopg connection, the caller's to close. Raises what psycopg and SQLAlchemy raise."""
-    checked_out = engine.raw_connection()
+    with disentangled():
+        checked_out = engine.raw_connection()
     connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
     checked_out.detach()
     return connection

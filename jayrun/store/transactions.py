@@ -19,7 +19,6 @@ import contextlib
 import copy
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +34,7 @@ from jayrun.store.engine import (
     Connections,
     connect_engine,
     denied,
+    disentangled,
     is_denied,
     is_lost,
     is_refused,
@@ -219,7 +219,9 @@ class Book:
         picture = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
         def attempt() -> T:
-            with picture.connect() as connection:
+            with disentangled():
+                connection = picture.connect()
+            with connection:
                 return unit(connection)
 
         return self._replayed(attempt)
@@ -260,9 +262,6 @@ class Book:
                     raise denied(self.url, error) from error
                 if not is_lost(error):
                     raise
-                # It refers to itself by its frames: until the collector came by it would keep the locals of all callers
-                # too, and with them a user's data.
-                traceback.clear_frames(error.__traceback__)
                 now = time.monotonic()
                 give_up_at = give_up_at or now + self.patience_seconds
                 if now + pause_seconds > give_up_at:

@@ -21,7 +21,7 @@ from test_waiting import Probe, Take, parked
 
 from jayrun import FailureMode, Operator, Runtime, kernel, probes
 from jayrun.embedded import Throwaway, start_throwaway
-from jayrun.errors import PlacementSignalSwallowed, PlacementTimeout, PlacementUnavailableHere
+from jayrun.errors import BookUnreachable, PlacementSignalSwallowed, PlacementTimeout, PlacementUnavailableHere
 from jayrun.runtime import service
 from jayrun.settings import Settings, child_environment
 from jayrun.store import audit, schema
@@ -315,13 +315,23 @@ def test_an_outage_right_after_a_wait_began_takes_nothing_from_its_timeout(own_s
     runtime.close()
 
 
+class Held:
+    """Something that a user has in a variable."""
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """What only the collector would find is kept too long."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_a_kept_log_record_keeps_nothing_of_its_callers(
     book: Book, sql: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     """psycopg logs the error of a pipeline that cannot be left; who keeps the record must not keep data by it."""
-
-    class Held:
-        pass
 
     def caller() -> weakref.ref[Held]:
         held = Held()
@@ -338,13 +348,28 @@ def test_a_kept_log_record_keeps_nothing_of_its_callers(
         book.written(unit)
         return weakref.ref(held)
 
-    gc.disable()  # what only the collector would find is kept too long
-    try:
-        kept = caller()
-        assert "error ignored" in caplog.text
-        assert kept() is None
-    finally:
-        gc.enable()
+    kept = caller()
+    assert "error ignored" in caplog.text
+    assert kept() is None
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("way", ["written", "read", "listen"])
+def test_a_connection_that_cannot_be_had_keeps_nothing_of_its_callers(tmp_path: Any, way: str) -> None:
+    nobody = Book(f"postgresql:///jayrun?host={tmp_path}", role="test", patience_seconds=0)
+
+    def caller() -> weakref.ref[Held]:
+        held = Held()
+        if way == "listen":
+            with nobody.listen("name") as listener:
+                listener.open()
+                assert not listener.is_open
+        else:
+            with pytest.raises(BookUnreachable):
+                getattr(nobody, way)(lambda connection: connection)
+        return weakref.ref(held)
+
+    assert caller()() is None
 
 
 def test_failing_fast_during_an_outage_completes_every_future(own_server: Throwaway) -> None:
