@@ -210,7 +210,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
         picture = load(gate, asker.host_id, slot, asker.unit_id, of_each=_FEW)
         probes.reach("reserve.loaded")
         changes = Changes(asker.host_id)
-        if (known := _known(book, picture, asker)) is not None:
+        if (known := _known(gate, picture, asker)) is not None:
             decided = _decide(gate, picture, asker.host_id)
             _admit_units(changes, picture, decided, asker.host_id)
             changes.write(gate, decided, durable=True)  # what the earlier try committed may not be flushed yet
@@ -252,11 +252,11 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     return book.gated(unit)
 
 
-def _known(book: Book, picture: Picture, asker: Execution) -> Outcome | None:
+def _known(gate: Gate, picture: Picture, asker: Execution) -> Outcome | None:
     """What an earlier try of the same ask did whose answer was lost, or what somebody did to the execution."""
     if picture.own_lease is not None:
         lease_id, end_reason = picture.own_lease
-        return Ended(end_reason) if end_reason else Granted(leases.read_lease(book, UUID(lease_id)))
+        return Ended(end_reason) if end_reason else Granted(leases.read_lease(gate, UUID(lease_id)))
     if picture.own_state in ("waiting", "admitted"):
         return Parked()
     if picture.own_state not in (None, "running"):

@@ -14,7 +14,7 @@ from psycopg import Connection as PgConnection
 from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.store.texts import plain_failure, rendered
-from jayrun.store.transactions import Book
+from jayrun.store.transactions import Book, Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,10 @@ def anything_to_fold(book: Book, host_id: int) -> bool:
     return bool(book.value(_ANYTHING_TO_FOLD, (host_id,)))
 
 
-def read_lease(book: Book, lease_id: UUID) -> Lease:
+def read_lease(gate: Gate, lease_id: UUID) -> Lease:
     """The lease `lease_id`, which exists."""
-    return book.written(lambda pg: read_row(pg.execute(_LEASE, (lease_id,)).fetchall()[0]))
+    [row] = gate.execute(_LEASE, (lease_id,))
+    return read_row(row)
 
 
 def read_row(row: Sequence[Any]) -> Lease:
