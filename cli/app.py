@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from .db import db
 from .demo import demo
 from .devices import devices
 from .executions import executions
-from .exits import exit_code
+from .exits import FAILED, exit_code
 from .leases import leases
 from .queue import queue
 from .reconciler import reconciler
@@ -78,3 +79,8 @@ def main() -> None:
     except JayrunError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(exit_code(error)) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(f"error: cannot write: {error.strerror}", err=True)
+        raise SystemExit(FAILED) from None

@@ -126,15 +126,17 @@ def submit(
             return
         typer.echo(f"execution {execution_id}: waiting for its end; Ctrl-C leaves it in the book", err=True)
         ticket = Ticket(book, execution_id)
-        try:
-            result = ticket.result(timeout)
-        except TimeoutError as error:
-            told = str(error).replace("why()", f"`jayrun why {execution_id}`")
-            raise PlacementTimeout(told) from None
-        found = ticket.look()
+        found = ticket.wait(timeout)
         if as_json:
-            typer.echo(json.dumps({"id": str(execution_id), "result": result, "result_kind": found.result_kind}))
-        elif found.result_kind == "json":
+            told = {name: getattr(found, name) for name in ("state", "result", "result_kind", "failure")}
+            typer.echo(json.dumps({"id": str(execution_id), **told}))
+        try:
+            result = ticket.result(0)
+        except TimeoutError as error:
+            raise PlacementTimeout(str(error).replace("why()", f"`jayrun why {execution_id}`")) from None
+        if as_json:
+            return
+        if found.result_kind == "json":
             typer.echo(json.dumps(result))
         else:
             typer.echo(f"its result is no JSON value on the CPU and was not kept: {found.result_kind}", err=True)
@@ -145,7 +147,7 @@ def cancel(execution: ExecutionId, as_json: AsJson = False) -> None:
     """End an execution wherever it stands.
 
     One that waits ends at once. One that runs is refused its next request; a worker that goes on with it is ended after
-    the book's cancel_seconds (10).
+    the book's cancel_seconds (10). A command of `jayrun run` that runs already goes on: end its process instead.
     """
     with closing(open_judged(Settings.load())) as book:
         found = submissions.cancel(book, audit.find_execution(book, execution), who=kernel.user_name())
@@ -154,6 +156,9 @@ def cancel(execution: ExecutionId, as_json: AsJson = False) -> None:
         typer.echo(to_json(row))
     elif found.has_ended and found.state is not ExecutionState.CANCELLED:
         typer.echo(f"{found.name} has {found.state} already; nothing was changed")
+    elif row["kind"] == "command" and not found.has_ended:
+        where = f"`kill {row['pid']}` on {row['host']}"
+        typer.echo(f"{found.name} goes on: it is a command of {row['user']}, and {where} ends it")
     else:
         typer.echo(f"{found.name} is {'asked to end' if not found.has_ended else 'cancelled'}")
 
@@ -168,7 +173,8 @@ def retry(execution: ExecutionId, as_json: AsJson = False) -> None:
     with closing(open_judged(Settings.load())) as book:
         found = submissions.retry(book, audit.find_execution(book, execution))
         row = audit.execution(book, found.id)
-    typer.echo(to_json(row) if as_json else f"{found.name} is {found.state}")
+    changed = "" if found.state is ExecutionState.READY else "; nothing was changed"
+    typer.echo(to_json(row) if as_json else f"{found.name} is {found.state}{changed}")
 
 
 def _warn_of_unknown(book: Book, name: str) -> None:

@@ -65,8 +65,9 @@ def run(
     except (TypeError, ValueError) as error:
         raise _failure(error, USAGE) from None
     settings = Settings.load()
-    child = PausedChild(command)  # forked before any connection or thread exists
+    child: PausedChild | None = None
     try:
+        child = PausedChild(command)  # forked before any connection or thread exists
         book, host_id = _open_book(settings)
         terms = Terms(request=request, priority=priority, timeout_seconds=seconds, label=label or settings.label)
         code = run_command(child, book, host_id, terms, command=command, waiting=_Progress(book, request))
@@ -76,7 +77,8 @@ def run(
     except JayrunError as error:
         raise _failure(error, exit_code(error)) from None
     finally:
-        child.dismiss()
+        if child is not None:
+            child.dismiss()
     raise typer.Exit(code)
 
 

@@ -38,6 +38,9 @@ def why_impossible(
         return _listing(head, devices, lambda device: "")
     because = f", because of {culprit.describe()}" if len(requests) > 1 else ""
     head = f"{_names(requests)} can never be placed{because}: it needs {_needs(culprit)}"
+    usable = sum(_verdict(culprit, device) == "large enough" for device in devices)
+    if 0 < usable < culprit.min_devices:
+        head += f", and only {_counted(usable, 'device')} would do"
     return _listing(head, devices, lambda device: _verdict(culprit, device))
 
 

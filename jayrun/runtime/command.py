@@ -57,10 +57,15 @@ class Terms:
 
 
 class PausedChild:
-    """A child of this process that waits on a pipe before it executes `command`. Fork it before anything is opened."""
+    """A child of this process that waits on a pipe before it executes `command`. Fork it before anything is opened.
+
+    Raises `CannotExecute` when there is no such command: better before it waits for its turn than after.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
+        if _is_unknown(command[0]):
+            raise CannotExecute(command[0], errno.ENOENT)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose the exit code
         go_reader, self._go = os.pipe()
         self._failed, failed_writer = os.pipe()
@@ -299,6 +304,11 @@ def _is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
+def _is_unknown(program: str) -> bool:
+    # A folder in PATH that may not be searched is no answer to whether the command exists.
+    return not os.path.lexists(program) if "/" in program else shutil.which(program, os.F_OK) is None
+
+
 def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -> NoReturn:
     """In the child: default signals, wait for the environment, become the command. Never returns."""
     try:
@@ -312,8 +322,6 @@ def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -
         if told:
             os.execvpe(command[0], command, child_environment(json.loads(told)))
     except OSError as error:
-        # A folder in PATH that may not be searched is no answer to whether the command exists.
-        unknown = "/" not in command[0] and shutil.which(command[0]) is None
-        os.write(failed_writer, str(errno.ENOENT if unknown else error.errno).encode())
+        os.write(failed_writer, str(errno.ENOENT if _is_unknown(command[0]) else error.errno).encode())
     finally:
         os._exit(127)

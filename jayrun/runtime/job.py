@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from jayrun.errors import (
     PlacementImpossible,
     PlacementSignalSwallowed,
     PlacementTimeout,
+    clear_frames,
 )
 from jayrun.runtime.calls import called, collect_garbage, stored
 from jayrun.runtime.data import Data
@@ -28,7 +30,7 @@ from jayrun.runtime.placement import SWALLOWED, PlacementInterface
 from jayrun.runtime.resources import Cached
 from jayrun.runtime.retry import RetryPolicy
 from jayrun.runtime.service import Resolution, Service, Wait
-from jayrun.runtime.signal import PlacementSignal, clear_frames
+from jayrun.runtime.signal import PlacementSignal
 from jayrun.runtime.work import Invocation, Work
 from jayrun.store import admission, executions
 from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
@@ -81,6 +83,7 @@ class Job:
 
         Raises what the operator raised, once the retry policy is used up.
         """
+        around = sys.exception()
         while True:
             try:
                 if resolution is not None:
@@ -90,7 +93,7 @@ class Job:
             except PlacementSignal:
                 return None
             except BaseException as error:  # whatever user code raised ends the attempt, and is raised again below
-                clear_frames(error)
+                clear_frames(error, around=around)
                 self._clean_up(error)
                 if not self._try_again(error):
                     raise
@@ -140,6 +143,8 @@ class Job:
 
     def _invoke(self) -> Data:
         in_use: list[Cached] = []
+        instance: Operator | None = None
+        value: Any = None
         try:
             instance = self._operator.__new__(self._operator)
             for name, value in self._inputs.items():
@@ -148,6 +153,7 @@ class Job:
                 setattr(instance, name, value if isinstance(value, Data) else Data(value))
             return self._call(self._work, instance, instance.execute)
         finally:
+            instance = value = None  # what is torn down below must be in nobody's hands
             for cached in in_use:
                 self._service.resources.unuse(cached)
             if in_use and self._service.somebody_waits:
@@ -215,6 +221,7 @@ class Job:
         invocation: Invocation | None = None,
     ) -> Data:
         """Run user code once, with `self.placement` open, and judge how it ended."""
+        around = sys.exception()
         if invocation is None:
             invocation = self._invocation = Invocation(work)
         name = f"{work.execution.name}.{function.__name__}()"
@@ -223,7 +230,7 @@ class Job:
             try:
                 result = called(function, invocation)
             except PlacementSignal as signal:
-                clear_frames(signal)
+                clear_frames(signal, around=around)
                 self._give_up_grants(invocation, name)
                 raise PlacementSignal() from None
             except BaseException as error:  # whatever user code raised in place of the signal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 import weakref
@@ -11,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from jayrun.errors import clear_frames
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Hold
 from jayrun.runtime.operator import Resource
-from jayrun.runtime.signal import clear_frames
 from jayrun.store import blockers
 from jayrun.store.leases import Lease
 from jayrun.store.transactions import Book
@@ -135,13 +136,14 @@ class Resources:
                 return False  # somebody took it meanwhile
             del self._cached[cached.key]
         name = type(cached.resource).__name__
+        around = sys.exception()
         try:
             cached.resource.teardown(cached.data)
         except (
             Exception
         ) as error:  # user code; the lease has to go all the same, and the log says whose teardown it was
             log.exception("teardown of %s failed", name)
-            clear_frames(error)  # whoever keeps the log record does not keep the data
+            clear_frames(error, around=around)  # whoever keeps the log record does not keep the data
         # The last references that jayrun has: the leases end unless user code kept one.
         del cached.data, cached.resource
         if any(hold() is not None for hold, _ in cached.leases):

@@ -211,16 +211,17 @@ class Service:
                 # Only an answer of the book ends an outage, so it is asked each time.
                 tick = time.monotonic() >= next_tick or self._outage_since is not None
                 self._commit()
+                named |= self._listen(tick=tick)
                 if tick:
                     self.resources.publish(self._own_book)
                 self._beat(tick=tick)
                 if tick:
                     reconciler.run_pass(self._own_book, self.host_id)
                     self._host_waits = leases.anybody_waits(self._own_book, self.host_id)
-                    self.book.close_if_unused()
+                    self.book.close_unused()
                 if (tick or named) and self._flagged():
                     threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
-                self._attend_waits(tick=tick)
+                self._attend_waits()
                 self._recovered()
             except BookError as error:
                 self._out_of_reach(error)
@@ -266,9 +267,10 @@ class Service:
                     executions.undo_ask(self._own_book, message.unit_id, message.slot)
                     taken_back = True
                 elif isinstance(message, Withdraw):
-                    taken_back |= executions.withdraw(
+                    withdrawn = executions.withdraw(
                         self._own_book, message.unit_id, state=message.state, failure=message.failure
                     )
+                    taken_back |= withdrawn is not None
             self._settle(batch)
             if taken_back:
                 admission.combine(self._own_book, self.host_id)
@@ -337,14 +339,17 @@ class Service:
         cached = self.resources.ids()
         return blockers.flagged(self._own_book, cached) if cached else []
 
-    def _attend_waits(self, *, tick: bool) -> None:
+    def _listen(self, *, tick: bool) -> bool:
+        """Listen while something waits or is cached; whether that began just now: a call may have been missed."""
+        if self._waits or self.resources.ids():
+            return self._listener.open()
+        if tick:  # else perhaps somebody waits again soon
+            self._listener.close()
+        return False
+
+    def _attend_waits(self) -> None:
         with self._waits_lock:
             waits = dict(self._waits)
-        if not waits and not self.resources.ids():
-            if tick:  # perhaps somebody waits again soon
-                self._listener.close()
-            return
-        self._listener.open()
         if not waits:
             return
         attended = executions.attend(self._own_book, list(waits))

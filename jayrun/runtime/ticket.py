@@ -62,9 +62,11 @@ class Ticket:
             return found
         tick_seconds = self._book.tick_seconds()
         with self._book.listen(str(self.id)) as listener:
-            listener.open()
             submissions.watch(self._book, self.id)
-            while not (found := self.look()).has_ended:
+            while True:
+                listener.open()  # again if it was lost; the look comes after it
+                if (found := self.look()).has_ended:
+                    break
                 until = time.monotonic() + tick_seconds
                 if give_up_at is not None:
                     if time.monotonic() >= give_up_at:

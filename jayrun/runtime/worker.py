@@ -180,7 +180,7 @@ class Worker:
                     pass
             if self._draining or kernel.readable(0, self._leash):
                 return
-            if heard:
+            if heard or not listener.is_open:  # then it may have missed something
                 probes.reach("worker.woken")
                 return
 

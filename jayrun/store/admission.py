@@ -28,6 +28,7 @@ from jayrun.store.transactions import Book, Gate
 
 # Reading and judging a waiter costs more than all else behind the gate, and most passes serve one or two.
 _FEW = 2
+_FOLLOW_UP_SECONDS = 1.0  # the patience for what an ask does for others, once it has its own answer
 _LAST_IN_LINE = 2**62  # the age of an ask whose number is not drawn yet: younger than everyone in the queue
 
 
@@ -151,7 +152,7 @@ def reserve(book: Book, ask: Ask) -> Outcome:
         probes.reach("reserve.parked")
     # The answer stands, whatever becomes of the rest: a book that is away now is looked at again at the next tick.
     with contextlib.suppress(BookError):
-        _serve_others(book.with_patience(0), ask, outcome)
+        _serve_others(book.with_patience(_FOLLOW_UP_SECONDS), ask, outcome)
     return outcome.answer
 
 

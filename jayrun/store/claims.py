@@ -14,16 +14,12 @@ from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.liveness import Incarnation
 from jayrun.domain.requests import Request
-from jayrun.store.executions import Claimed, claimed_unit
+from jayrun.store.executions import WAKE_FOR, Claimed, claimed_unit
 from jayrun.store.requests import from_row
 from jayrun.store.texts import plain_failure
 from jayrun.store.transactions import Book
 
 _NEXT = "SELECT * FROM jayrun.next_execution(%s, %s::jsonb, %s)"
-_WAKE_FOR = """
-SELECT jayrun.wake_workers(name, pinned_host_id) FROM jayrun.executions
-WHERE id = %s AND state = 'ready' AND (not_before IS NULL OR not_before <= clock_timestamp())
-"""
 _PASS_ON = "SELECT jayrun.pass_on(%s)"
 _ACCEPT = "UPDATE jayrun.holders SET operators = %s, silent = false WHERE id = %s AND state = 'alive'"
 _KNOWN = "SELECT DISTINCT unnest(operators) FROM jayrun.holders WHERE state = 'alive' AND role = 'worker' ORDER BY 1"
@@ -136,7 +132,7 @@ def take(book: Book, worker_id: UUID, done: Done | None = None, *, before_waitin
         if done is None and taken is not None:
             pg.execute(_PASS_ON, (worker_id,))
         if done is not None and finished and done.state is ExecutionState.READY:
-            pg.execute(_WAKE_FOR, (done.id,))
+            pg.execute(WAKE_FOR, (done.id,))
         return Next(is_alive, finished, waits, None if taken is None else _taken(taken))
 
     return book.written(unit)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,7 +14,7 @@ from psycopg import Connection as PgConnection
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from jayrun.errors import BookDenied, BookUnreachable
+from jayrun.errors import BookDenied, BookUnreachable, clear_frames
 
 _CONNECT = {
     "connect_timeout": 5,
@@ -136,13 +136,11 @@ def is_lost(error: BaseException) -> bool:
 def disentangled() -> Iterator[None]:
     """For a block that connects: errors of psycopg and SQLAlchemy refer to themselves by their frames. Until the
     collector came by they would keep the locals of all callers too, and with them a user's data and its leases."""
+    around = sys.exception()
     try:
         yield
     except (psycopg.Error, DBAPIError) as error:
-        met: BaseException | None = error
-        while met is not None:
-            traceback.clear_frames(met.__traceback__)
-            met = met.__cause__ or met.__context__
+        clear_frames(error, around=around)
         raise
 
 
@@ -163,6 +161,10 @@ class Connections:
     times in each admission. After any exception a connection is thrown away; autocommit leaves nothing open.
     """
 
+    _idle: list[PgConnection[Any]]  # the last one used at its end
+    _unneeded: int  # so many of them nobody has needed since `close_unused` looked
+    _free: threading.BoundedSemaphore
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.forget()
@@ -175,6 +177,7 @@ class Connections:
                 connection = self._idle.pop()
             except IndexError:
                 connection = new_connection(self._engine)
+            self._unneeded = min(self._unneeded, len(self._idle))
             try:
                 yield connection
             except BaseException as error:  # also Ctrl-C in the middle of a message
@@ -190,8 +193,16 @@ class Connections:
             with suppress(IndexError):
                 self._idle.pop().close()
 
+    def close_unused(self) -> None:
+        """Close those that were idle all the time since the last call of this."""
+        for _ in range(self._unneeded):
+            with suppress(IndexError):
+                self._idle.pop(0).close()
+        self._unneeded = len(self._idle)
+
     def forget(self) -> None:
         """Start anew: in a forked child the parent's connections are let be (psycopg tells the server nothing from
         there), and its lock, which another thread may have held."""
-        self._idle: list[PgConnection[Any]] = []
+        self._idle = []
+        self._unneeded = 0
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)

@@ -51,7 +51,7 @@ _WITHDRAW = """
 UPDATE jayrun.executions SET state = CASE WHEN id = unit_id THEN %s ELSE 'cancelled' END,
     ended_at = clock_timestamp(), waiting_since = NULL, failure = %s,
     waited_seconds = waited_seconds + coalesce(extract(epoch FROM clock_timestamp() - waiting_since), 0)
-WHERE unit_id = %s AND state IN ('waiting', 'admitted') RETURNING id, invocation
+WHERE unit_id = %s AND state IN ('waiting', 'admitted') RETURNING id, invocation, host_id, holder_id
 """
 _DROP_MEMBER = """
 UPDATE jayrun.executions SET
@@ -61,6 +61,12 @@ UPDATE jayrun.executions SET
     shape = CASE WHEN id = unit_id THEN %s ELSE shape END
 WHERE id IN (%s, %s) AND state = 'waiting'
 """
+
+WAKE_FOR = """
+SELECT jayrun.wake_workers(name, pinned_host_id) FROM jayrun.executions
+WHERE id = %s AND state = 'ready' AND (not_before IS NULL OR not_before <= clock_timestamp())
+"""
+"""Wakes an idle worker for an execution that is ready and due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +139,26 @@ def return_unclaimed(book: Book, host_id: int) -> int:
     return book.written(unit)
 
 
-def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[str, Any] | None) -> bool:
-    """End a unit that waits, or was admitted and not claimed; what it was granted goes back. Combine if True.
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """Where a unit was that was withdrawn, and who was to go on with it: None when that was open."""
 
-    False: it does not wait any more (it was claimed, or has ended).
+    host_id: int | None
+    holder_id: UUID | None
+
+
+def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[str, Any] | None) -> Withdrawn | None:
+    """End a unit that waits, or was admitted and not claimed; what it was granted goes back. Combine there.
+
+    None: it does not wait any more (it was claimed, or has ended).
     """
 
-    def unit(pg: PgConnection[Any]) -> bool:
+    def unit(pg: PgConnection[Any]) -> Withdrawn | None:
         with pg.transaction():
             stored = None if failure is None else Jsonb(plain_failure(failure))
             rows = pg.execute(_WITHDRAW, (state.value, stored, unit_id)).fetchall()
             _return_leases(pg, rows)
-        return bool(rows)
+        return Withdrawn(*rows[0][2:]) if rows else None
 
     return book.written(unit)
 

@@ -37,7 +37,11 @@ _HOLDS_ANYTHING = "SELECT 1 FROM jayrun.lease_holders WHERE holder_id = %s AND e
 _END_EXECUTIONS = """
 UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), waiting_since = NULL,
     failure = jsonb_build_object('type', 'ProcessDied', 'message', 'its process ended without finishing it')
-WHERE holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
+WHERE id = %s AND holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
+"""
+_EXECUTIONS = """
+SELECT id FROM jayrun.executions
+WHERE holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted') ORDER BY age
 """
 # What its worker did not fetch waits again at its old place; what it ran is run again, unless it was to end or has
 # brought down too many workers already; set-ups end with the invocation that they belonged to.
@@ -62,9 +66,10 @@ FROM (SELECT x.id, s.crash_limit, x.id = x.unit_id AND x.state = 'running' AND x
       FROM jayrun.executions x, jayrun.settings s
       WHERE x.holder_id = %s AND x.detached AND x.state IN ('running', 'admitted') ORDER BY x.id FOR UPDATE OF x) n,
      jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id
-WHERE e.id = n.id AND o.id = e.holder_id RETURNING e.name, e.pinned_host_id, e.state
+WHERE e.id = n.id AND o.id = e.holder_id RETURNING e.name, e.pinned_host_id, e.state, e.id::text, e.watched
 """
 _WAKE = "SELECT jayrun.wake_workers(%s, %s)"
+_TELL = "SELECT jayrun.tell(%s)"
 
 _LOCK_HOLDER = "SELECT FROM jayrun.holders WHERE id = %s FOR UPDATE"
 _END_HOLDER = """
@@ -122,12 +127,16 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
     """
     if only_if_free and pg.execute(_HOLDS_ANYTHING, (holder_id,)).fetchone():
         return
-    pg.execute(_END_EXECUTIONS, (holder_id,))
+    # One by one: admissions lock waiters in their order, and nobody who holds one lock waits for another in a circle.
+    for (execution_id,) in pg.execute(_EXECUTIONS, (holder_id,)).fetchall():
+        pg.execute(_END_EXECUTIONS, (execution_id, holder_id))
     crashed = reason == "dead"
     freed = pg.execute(_FREE_EXECUTIONS, (crashed, crashed, holder_id)).fetchall()
-    for name, pinned_host_id, state in freed:
+    for name, pinned_host_id, state, execution_id, watched in freed:
         if state == "ready":
             pg.execute(_WAKE, (name, pinned_host_id))
+        elif watched:
+            pg.execute(_TELL, ([execution_id],))
     probes.reach("holder.freed")
     pg.execute(_END_LEASES, (holder_id,))
     probes.reach("holder.ending")

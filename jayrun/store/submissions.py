@@ -41,15 +41,22 @@ SELECT e.id, e.name, e.state, e.result, e.result_kind, e.failure, e.attempt, e.k
        e.holder_id, e.host_id, e.cancelled_at IS NOT NULL
 FROM jayrun.executions e WHERE e.id = %s
 """
-_WATCH = "UPDATE jayrun.executions SET watched = true WHERE id = %s AND NOT watched AND ended_at IS NULL"
+_WATCH = """
+UPDATE jayrun.executions SET watched = true WHERE id = %s AND NOT watched AND ended_at IS NULL RETURNING id
+"""
 _CANCEL_READY = """
 UPDATE jayrun.executions SET state = 'cancelled', cancelled_at = clock_timestamp(), ended_at = clock_timestamp(),
     failure = %s::jsonb
-WHERE id = %s AND state = 'ready' RETURNING id
+WHERE id = %s AND state = 'ready' RETURNING host_id, holder_id
 """
 _CANCEL_RUNNING = """
 UPDATE jayrun.executions SET cancelled_at = coalesce(cancelled_at, clock_timestamp())
-WHERE id = %s AND state = 'running' RETURNING id
+WHERE id = %s AND state = 'running' RETURNING host_id, holder_id
+"""
+_WAITED_ON = """
+SELECT h.id FROM jayrun.hosts h
+WHERE EXISTS (SELECT FROM jayrun.executions w
+              WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id IN (0, h.id)) ORDER BY h.id
 """
 _TELL = "SELECT jayrun.tell(%s)"
 _RETRY = """
@@ -178,7 +185,13 @@ def look(book: Book, execution_id: UUID) -> Look:
 
 def watch(book: Book, execution_id: UUID) -> None:
     """Let the end of the execution be notified, by its id."""
-    book.written(lambda pg: pg.execute(_WATCH, (execution_id,)))
+
+    def unit(pg: PgConnection[Any]) -> None:
+        if pg.execute(_WATCH, (execution_id,)).fetchone():
+            # A worker that looked while the row was locked has passed it over.
+            pg.execute(executions.WAKE_FOR, (execution_id,))
+
+    book.written(unit)
 
 
 def cancel(book: Book, execution_id: UUID, *, who: str) -> Look:
@@ -195,22 +208,32 @@ def cancel(book: Book, execution_id: UUID, *, who: str) -> Look:
         if found.unit_id != found.id:
             raise UnknownId(f"{execution_id} sets a resource up for execution {found.unit_id}: cancel that one")
 
-        def unit(pg: PgConnection[Any], found: Look = found) -> bool:
-            match found.state:
-                case ExecutionState.READY:
-                    return bool(pg.execute(_CANCEL_READY, (json.dumps(failure), execution_id)).fetchone())
-                case ExecutionState.RUNNING:
-                    return bool(pg.execute(_CANCEL_RUNNING, (execution_id,)).fetchone())
-                case _:
-                    return executions.withdraw(book, execution_id, state=ExecutionState.CANCELLED, failure=failure)
-
-        if book.written(unit):
+        was: executions.Withdrawn | None
+        if found.state in (ExecutionState.READY, ExecutionState.RUNNING):
+            was = _cancel(book, found, failure)
+        else:
+            was = executions.withdraw(book, execution_id, state=ExecutionState.CANCELLED, failure=failure)
+        if was is not None:
             # Whoever waits for it hears of it: its own process, and those that watch it.
-            names = [str(name) for name in (found.holder_id, execution_id) if name]
+            names = [str(name) for name in (was.holder_id, execution_id) if name]
             book.written(lambda pg, names=names: pg.execute(_TELL, (names,)))  # type: ignore[misc]
-            if found.host_id is not None:  # what was granted to it, or kept for it, is for the next there
-                admission.combine(book, found.host_id)
+            # What was granted to it, or kept for it, is for the next there: wherever that may have been.
+            for host_id in _waited_on(book) if was.host_id is None else [was.host_id]:
+                admission.combine(book, host_id)
             return look(book, execution_id)
+
+
+def _cancel(book: Book, found: Look, failure: dict[str, str]) -> executions.Withdrawn | None:
+    statement, values = _CANCEL_RUNNING, (found.id,)
+    if found.state is ExecutionState.READY:
+        statement, values = _CANCEL_READY, (json.dumps(failure), found.id)  # type: ignore[assignment]
+    row = book.written(lambda pg: pg.execute(statement, values).fetchone())
+    return executions.Withdrawn(*row) if row else None
+
+
+def _waited_on(book: Book) -> list[int]:
+    """The hosts on which somebody waits."""
+    return [row[0] for row in book.written(lambda pg: pg.execute(_WAITED_ON).fetchall())]
 
 
 def retry(book: Book, execution_id: UUID) -> Look:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -115,10 +114,10 @@ class Listener:
     def is_open(self) -> bool:
         return self._connection is not None
 
-    def open(self) -> None:
-        """Connect if it is not; a look at the book after this misses nothing that is told later."""
+    def open(self) -> bool:
+        """Connect if it is not, and tell whether it did; a look at the book after this misses nothing told later."""
         if self._connection is not None:
-            return
+            return False
         with contextlib.suppress(psycopg.Error, DBAPIError):
             connection = new_connection(self._engine)
             try:
@@ -127,6 +126,7 @@ class Listener:
                 connection.close()
                 raise
             self._connection = connection
+        return self._connection is not None
 
     def wait(self, seconds: float, *sources: int) -> bool:
         """Until one of the names is called, one of the file descriptors `sources` is readable, or the time is over;
@@ -165,7 +165,6 @@ class Book:
         self.patience_seconds = patience_seconds
         self._engine = connect_engine(url, role=role, instance=instance)
         self._connections = Connections(self._engine)
-        self._used = threading.Event()
 
     def with_patience(self, seconds: float) -> Book:
         """The same Book, on the same connections, that replays lost connections for so long."""
@@ -177,12 +176,9 @@ class Book:
         """Close the idle connections. The Book opens new ones if it is used again."""
         self._connections.close()
 
-    def close_if_unused(self) -> None:
-        """Close the idle connections if nothing was asked since the last call of this."""
-        if self._used.is_set():
-            self._used.clear()
-        else:
-            self.close()
+    def close_unused(self) -> None:
+        """Close the connections that nobody has needed since the last call of this."""
+        self._connections.close_unused()
 
     def forget(self) -> None:
         """In a forked child: drop the parent's connections without a word to the server."""
@@ -245,7 +241,6 @@ class Book:
         return self.written(unit)
 
     def _replayed(self, attempt: Callable[[], T]) -> T:
-        self._used.set()
         refusals = 0
         pause_seconds = 0.05
         give_up_at: float | None = None

@@ -564,10 +564,15 @@ BEGIN
                                   AND why ->> 'type' = ANY (e.retry_on)) THEN clock_timestamp() END,
         failure = why || jsonb_build_object('attempt', e.attempt, 'at', clock_timestamp())
     WHERE e.unit_id = the_unit AND e.state || '' = 'waiting';
-    UPDATE jayrun.executions e SET attempt = e.attempt + 1,
-        not_before = clock_timestamp() + make_interval(secs =>
-            least(e.retry_seconds * exp(least(ln(e.retry_backoff) * (e.attempt - 1), 40)), 2592000))
-    WHERE e.id = the_unit AND e.state || '' = 'ready';
+    IF FOUND THEN
+        UPDATE jayrun.executions e SET attempt = e.attempt + 1,
+            not_before = clock_timestamp() + make_interval(secs =>
+                least(e.retry_seconds * exp(least(ln(e.retry_backoff) * (e.attempt - 1), 40)), 2592000))
+        WHERE e.id = the_unit AND e.state || '' = 'ready';
+        IF FOUND THEN
+            PERFORM jayrun.tell(ARRAY['workers']);
+        END IF;
+    END IF;
 END $f$;
 COMMENT ON FUNCTION jayrun.fail_waiting IS 'A waiting unit will never be admitted: it fails, by its retry policy';
 
@@ -749,10 +754,12 @@ BEGIN
     IF done IS NOT NULL THEN
         SELECT * INTO told FROM jsonb_to_record(done) AS x (
             id uuid, claim bigint, state text, result jsonb, result_kind text, failure jsonb, pause_seconds double precision);
-        -- What was asked to end meanwhile is not tried again.
-        IF told.state = 'ready' AND EXISTS (
-            SELECT FROM jayrun.executions WHERE id = told.id AND cancelled_at IS NOT NULL) THEN
-            told.state := 'cancelled';
+        IF told.state = 'ready' THEN
+            -- What was asked to end meanwhile is not tried again. The lock waits for whoever asks just now.
+            PERFORM FROM jayrun.executions WHERE id = told.id FOR NO KEY UPDATE;
+            IF EXISTS (SELECT FROM jayrun.executions WHERE id = told.id AND cancelled_at IS NOT NULL) THEN
+                told.state := 'cancelled';
+            END IF;
         END IF;
         UPDATE jayrun.executions e SET state = told.state, result = told.result, result_kind = told.result_kind,
             failure = CASE WHEN told.state <> 'succeeded' THEN
@@ -767,7 +774,7 @@ BEGIN
         -- Told once more, since the answer was lost: it stands there as this claim ended it, and nobody else did that.
         finished := FOUND OR EXISTS (
             SELECT FROM jayrun.executions e
-            WHERE e.id = (done ->> 'id')::uuid AND e.claim = (done ->> 'claim')::bigint AND e.state = done ->> 'state');
+            WHERE e.id = told.id AND e.claim = told.claim AND e.state = told.state);
         IF somebody_watches THEN
             PERFORM jayrun.tell(ARRAY[done ->> 'id']);
         END IF;
