@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -18,7 +19,7 @@ from fleet import cuda, gpus, scene
 from processes import PATIENCE, command
 
 from jayrun.settings import child_environment
-from jayrun.store import submissions
+from jayrun.store import audit, claims, holders, submissions
 from jayrun.store.submissions import submission
 from jayrun.store.transactions import Book
 
@@ -96,10 +97,13 @@ def test_submit_and_wait(jayrun: Jayrun, worker: object, tmp_path: Path) -> None
     done = jayrun("executions", "submit", "Add", "--input", "a=1", "--input", "b=2", "--wait")
     assert (done.code, done.out) == (0, "3\n")
     told = jayrun("executions", "submit", "Add", "--input", "a=x", "--input", "b=y", "--wait", "--json")
-    assert (told.json["result"], told.json["result_kind"]) == ("xy", "json")
+    assert (told.json["state"], told.json["result"], told.json["result_kind"]) == ("succeeded", "xy", "json")
     failed = jayrun("executions", "submit", "Fail", "--input", f"folder={tmp_path}", "--wait")
     assert failed.code == 1
     assert "failed: FileNotFoundError: failure 1" in failed.err
+    failed = jayrun("executions", "submit", "Fail", "--input", f"folder={tmp_path}", "--wait", "--json")
+    assert failed.code == 1
+    assert (failed.json["state"], failed.json["failure"]["type"]) == ("failed", "FileNotFoundError")
     late = jayrun("executions", "submit", "Nobody", "--wait", "--timeout", "0")
     assert late.code == 4
     assert "still ready after 0 s; `jayrun why" in late.err
@@ -148,10 +152,47 @@ def test_cancel_and_retry(jayrun: Jayrun, book: Book, sql: Sql) -> None:
     told = jayrun("executions", "retry", str(attached))
     assert told.code == 1
     assert "only submitted ones can be retried" in told.err
+    assert jayrun("executions", "retry", str(begun(book, "Add"))).out == "Add is running; nothing was changed\n"
     assert jayrun("executions", "cancel", str(attached)).out == "Test is asked to end\n"
     assert sql.execute(
         "SELECT cancelled_at IS NOT NULL FROM jayrun.executions WHERE id = %s", (attached,)
     ).fetchone() == (True,)
+
+
+def begun(book: Book, operator: str) -> UUID:
+    """An execution that a worker runs, which is this process."""
+    worker = holders.register(book, holders.attest_host(book, "test-host"), role="worker")
+    claims.accept(book, worker.id, [operator])
+    taken = claims.take(book, worker.id).taken
+    assert taken is not None
+    return taken.id
+
+
+def test_cancelling_a_command_that_runs_says_how_it_ends(jayrun: Jayrun, url: str, book: Book, sql: Sql) -> None:
+    scene(book, gpus(1))
+    with command("run", "--", "sleep", "1000", JAYRUN_DATABASE_URL=url, JAYRUN_HOST_ID="test-host") as started:
+        wait_for(lambda: bool(audit.leases(book)), seconds=PATIENCE)
+        [lease] = audit.leases(book)
+        told = jayrun("executions", "cancel", str(lease["execution_id"]))
+        assert told.out.startswith("sleep goes on: it is a command of ")
+        assert f"`kill {lease['pid']}` on " in told.out
+        os.kill(lease["pid"], signal.SIGTERM)
+        assert started.wait(PATIENCE) == 143
+
+
+def test_a_full_disk_is_told(url: str) -> None:
+    environment = child_environment({"JAYRUN_DATABASE_URL": url})
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            [*COMMAND, "executions", "list", "--json"],
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert (told.returncode, told.stderr) == (1, "error: cannot write: No space left on device\n")
 
 
 def test_a_worker_says_what_it_does(worker: subprocess.Popen[str]) -> None:

@@ -87,7 +87,7 @@ def test_uuids_are_given_where_they_are_known(url: str, book: Book, host_id: int
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--gpus", "3", "--", "true"), 123, "can never be placed"),
+        (("--gpus", "3", "--", "true"), 123, "each a gpu with cuda, and only 2 devices would do"),
         (("--memory-gb", "25", "--", "true"), 123, "24 GB"),
         (("--", "no-such-command"), 127, "no-such-command"),
         (("--", "/etc/hostname"), 126, "/etc/hostname"),
@@ -114,6 +114,14 @@ def test_exit_codes(url: str, book: Book, host_id: int, arguments: tuple[str, ..
     found, _, err = run(url, *arguments)
     assert (found, message in err) == (code, True), err
     nothing_left(book, host_id)
+
+
+def test_a_command_that_does_not_exist_does_not_wait(url: str, book: Book, host_id: int) -> None:
+    with started(url, "--gpus", "2", "--", "sleep", "1000"):
+        until(lambda: audit.leases(book))
+        code, _, err = run(url, "--", "no-such-command")
+        assert (code, "no-such-command" in err) == (127, True)
+        assert run(url, "--", "/no/such/command")[0] == 127
 
 
 def test_a_book_that_has_no_address_is_a_usage_error() -> None:
