@@ -45,7 +45,7 @@ def test_a_group_is_told_with_its_counts() -> None:
     assert reason([group(90 * GB, 2, 3)], devices) == [
         (
             "cuda_group(group_memory_gb=90, max_devices=3, min_devices=2) can never be placed: "
-            "it needs 2 x 45 GB to 3 x 30 GB, each on its own gpu with cuda"
+            "it needs 2 x 45 GB to 3 x 30 GB, each on its own gpu with cuda, and only 1 device would do"
         ),
         "  gpu 0: 24 GB, cuda: too small",
         "  gpu 1: 40 GB, cuda: too small for the largest share",
