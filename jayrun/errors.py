@@ -5,7 +5,6 @@ Bad arguments stay `TypeError` and `ValueError`; everything below derives from `
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,22 +124,3 @@ class DeviceFileError(JayrunError):
 
 class ServerError(JayrunError):
     """The PostgreSQL server that jayrun runs itself could not be started, stopped or reached."""
-
-
-def clear_frames(error: BaseException, *, around: BaseException | None) -> None:
-    """Drop the local variables of the frames that `error`, its causes and contexts went through, up to `around`: what
-    the caller was handling before, which is none of ours.
-
-    Whoever keeps the exception then keeps its text and line numbers, and nothing that was in a variable.
-    """
-    seen = {id(around)}
-    pending: list[BaseException | None] = [error]
-    while pending:
-        each = pending.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
-        pending += [each.__cause__, each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            pending += each.exceptions

@@ -20,8 +20,8 @@ from jayrun.errors import (
     PlacementImpossible,
     PlacementSignalSwallowed,
     PlacementTimeout,
-    clear_frames,
 )
+from jayrun.frames import clear_frames
 from jayrun.runtime.calls import called, collect_garbage, stored
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Undo

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-from jayrun.errors import clear_frames
+from jayrun.frames import clear_frames
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Hold
 from jayrun.runtime.operator import Resource

@@ -219,6 +219,7 @@ class Service:
                     reconciler.run_pass(self._own_book, self.host_id)
                     self._host_waits = leases.anybody_waits(self._own_book, self.host_id)
                     self.book.close_unused()
+                    self._own_book.close_unused()  # those of threads that made room
                 if (tick or named) and self._flagged():
                     threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
                 self._attend_waits()

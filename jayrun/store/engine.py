@@ -14,7 +14,8 @@ from psycopg import Connection as PgConnection
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from jayrun.errors import BookDenied, BookUnreachable, clear_frames
+from jayrun.errors import BookDenied, BookUnreachable
+from jayrun.frames import clear_frames
 
 _CONNECT = {
     "connect_timeout": 5,

@@ -16,7 +16,7 @@ SOURCES = {"jayrun": ROOT / "jayrun", "jayrun.cli": ROOT / "cli", "jayrun.migrat
 
 # Lowest first. The migrations are read by the store and import nothing of the house.
 FLOORS = [
-    {"errors", "probes", "migrations"},
+    {"errors", "frames", "probes", "migrations"},
     {"domain"},
     {"settings", "kernel"},
     {"store", "devices", "embedded"},
