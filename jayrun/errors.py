@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from uuid import UUID
 
 
 class JayrunError(Exception):
@@ -56,6 +57,18 @@ class ConcurrentRequests(PlacementError):
 
 class PlacementUnavailableHere(PlacementError):
     """`self.placement` was used where no invocation runs: outside `execute()`/`setup()`, or in a forked child."""
+
+
+class LeaseLost(PlacementError):
+    """This process lost a lease though it is alive, or came too late for one: the capacity may be somebody else's now.
+
+    `lease_id` and `epoch` name it. Stop using the device, drop the data, and ask anew.
+    """
+
+    def __init__(self, message: str = "", lease_id: UUID | None = None, epoch: int | None = None) -> None:
+        super().__init__(message)
+        self.lease_id = lease_id
+        self.epoch = epoch
 
 
 class ExecutionFailed(JayrunError):

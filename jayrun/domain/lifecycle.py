@@ -28,7 +28,8 @@ class EndReason(StrEnum):
 
 
 class EventKind(StrEnum):
-    """What the book's log of leases tells; the three ends bear the names of `EndReason`."""
+    """What the book's log tells: of leases (the three ends bear the names of `EndReason`), and what an administrator
+    declared."""
 
     PARKED = "parked"
     GRANTED = "granted"
@@ -37,6 +38,7 @@ class EventKind(StrEnum):
     RELEASED = "released"
     RECLAIMED = "reclaimed"
     RETURNED = "returned"
+    DECLARED = "declared"
 
 
 _READY, _RUNNING, _WAITING, _ADMITTED, _SUCCEEDED, _FAILED, _CANCELLED = ExecutionState

@@ -37,11 +37,11 @@ WHERE unit_id = %s AND state = 'admitted' RETURNING id, invocation
 """
 _RETURN_LEASES = """
 UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'returned'
-FROM (SELECT x.lease_id, x.holder_id FROM jayrun.lease_holders x JOIN jayrun.leases l ON l.id = x.lease_id
+FROM (SELECT x.lease_id, x.holder_id, x.hold FROM jayrun.lease_holders x JOIN jayrun.leases l ON l.id = x.lease_id
       WHERE x.ended_at IS NULL AND l.execution_id = ANY (%s) AND l.ended_at IS NULL
         AND (l.execution_id, l.invocation) IN (SELECT * FROM unnest(%s::uuid[], %s::integer[]))
-      ORDER BY x.lease_id, x.holder_id FOR UPDATE OF x) n
-WHERE h.lease_id = n.lease_id AND h.holder_id = n.holder_id
+      ORDER BY x.lease_id, x.holder_id, x.hold FOR UPDATE OF x) n
+WHERE h.lease_id = n.lease_id AND h.holder_id = n.holder_id AND h.hold = n.hold
 """
 _RETURN_SLOT = """
 UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'returned' FROM jayrun.leases l

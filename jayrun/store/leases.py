@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from psycopg import ClientCursor
@@ -13,6 +13,8 @@ from psycopg import Connection as PgConnection
 
 from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
+from jayrun.errors import LeaseLost, PlacementUnavailableHere
+from jayrun.store.holders import Holder
 from jayrun.store.texts import plain_failure, rendered
 from jayrun.store.transactions import Book, Gate
 
@@ -40,7 +42,8 @@ class Lease:
     shares: tuple[LeasedShare, ...]
 
 
-_LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s)"
+_LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s, %s)"
+_JOIN = "SELECT * FROM jayrun.join_lease(%s, %s, %s, %s)"
 _FINISH = "SELECT jayrun.finish(%s)"
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
 # Whoever parks looks for unfolded releases after its own commit. So of a release and a park that race, at least one
@@ -63,8 +66,16 @@ class Finished:
     attempt: int = 1
 
 
-Named = Sequence[tuple[UUID, int]]
-"""Leases by id and epoch."""
+class Held(NamedTuple):
+    """A lease by id and epoch, and which of the holder's holds on it: 0 is the grant's."""
+
+    lease_id: UUID
+    epoch: int
+    hold: int = 0
+
+
+Named = Sequence[Held | tuple[UUID, int]]
+"""Leases that a holder holds by their grant, or by the hold that is said."""
 
 
 def release(book: Book, host_id: int, holder_id: UUID, leases: Named) -> bool:
@@ -109,9 +120,9 @@ def settling(holder_id: UUID, *, released: Named = (), returned: Named = (), fin
     parameters: list[object] = []
     for reason, leases in (("released", released), ("returned", returned)):
         if leases:
-            ids, epochs = zip(*sorted(leases), strict=True)
+            ids, epochs, holds = zip(*(Held(*lease) for lease in leases), strict=True)
             statements.append(_LEAVE)
-            parameters += [holder_id, list(ids), list(epochs), reason]
+            parameters += [holder_id, list(ids), list(epochs), list(holds), reason]
     if finished:
         statements.append(_FINISH)
         ends = [
@@ -125,6 +136,21 @@ def settling(holder_id: UUID, *, released: Named = (), returned: Named = (), fin
         ]
         parameters.append(json.dumps(ends))
     return rendered("; ".join(statements), parameters)
+
+
+def join(book: Book, holder: Holder, held: Held) -> None:
+    """Make `holder` a further holder of a live lease, durably; done already, it does nothing.
+
+    `held.hold` is a number that the holder never used for this lease. Raises `LeaseLost` when the lease has ended, and
+    `PlacementUnavailableHere` when it is another host's.
+    """
+    joined, lease_host_id = book.written(
+        lambda pg: pg.execute(_JOIN, (holder.id, held.lease_id, held.epoch, held.hold)).fetchone()
+    ) or (None, None)
+    if lease_host_id is None:
+        raise LeaseLost(f"lease {held.lease_id} has ended: nobody holds it any more", held.lease_id, held.epoch)
+    if not joined:
+        raise PlacementUnavailableHere(f"lease {held.lease_id} is on another host: its capacity can only be used there")
 
 
 def anybody_waits(book: Book, host_id: int) -> bool:

@@ -27,9 +27,9 @@ WHERE host_id = %s AND boot_id = %s AND pid_namespace = %s AND pid = %s AND star
 
 _END_LEASES = """
 UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 'reclaimed'
-FROM (SELECT lease_id, holder_id FROM jayrun.lease_holders WHERE holder_id = %s AND ended_at IS NULL
-      ORDER BY lease_id FOR UPDATE) n
-WHERE h.lease_id = n.lease_id AND h.holder_id = n.holder_id
+FROM (SELECT lease_id, holder_id, hold FROM jayrun.lease_holders WHERE holder_id = %s AND ended_at IS NULL
+      ORDER BY lease_id, hold FOR UPDATE) n
+WHERE h.lease_id = n.lease_id AND h.holder_id = n.holder_id AND h.hold = n.hold
 """
 
 _HOLDS_ANYTHING = "SELECT 1 FROM jayrun.lease_holders WHERE holder_id = %s AND ended_at IS NULL LIMIT 1"

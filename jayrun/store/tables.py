@@ -41,6 +41,7 @@ settings = Table(
     Column("claim_seconds", Double, nullable=False, server_default="10"),
     Column("crash_limit", Integer, nullable=False, server_default="3"),
     Column("cancel_seconds", Double, nullable=False, server_default="10"),
+    Column("lend_seconds", Double, nullable=False, server_default="60"),
 )
 
 hosts = Table(
@@ -52,6 +53,8 @@ hosts = Table(
     Column("boot_id", Text, nullable=False),
     Column("registered_at", INSTANT, nullable=False, server_default=NOW),
     Column("seen_at", INSTANT, nullable=False, server_default=NOW),
+    Column("watched_since", INSTANT, nullable=False, server_default=NOW),
+    Column("forgotten_at", INSTANT),
 )
 
 devices = Table(
@@ -238,6 +241,7 @@ lease_holders = Table(
     metadata,
     Column("lease_id", UUID, ForeignKey("jayrun.leases.id"), primary_key=True),
     Column("holder_id", UUID, ForeignKey("jayrun.holders.id"), primary_key=True),
+    Column("hold", Integer, primary_key=True, server_default="0"),
     Column("since", INSTANT, nullable=False, server_default=NOW),
     Column("ended_at", INSTANT),
     Column("end_reason", Text),
@@ -254,5 +258,6 @@ lease_events = Table(
     Column("lease_id", UUID),
     Column("holder_id", UUID),
     Column("epoch", BigInteger),
+    Column("detail", Text),
 )
 Index("lease_events_lease", lease_events.c.lease_id, postgresql_where=lease_events.c.lease_id.is_not(None))

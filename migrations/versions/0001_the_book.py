@@ -33,7 +33,8 @@ CREATE TABLE jayrun.settings (
     holder_ttl_seconds  double precision NOT NULL DEFAULT 30 CHECK (holder_ttl_seconds > 0),
     claim_seconds       double precision NOT NULL DEFAULT 10 CHECK (claim_seconds > 0),
     crash_limit         integer NOT NULL DEFAULT 3 CHECK (crash_limit >= 1),
-    cancel_seconds      double precision NOT NULL DEFAULT 10 CHECK (cancel_seconds >= 0)
+    cancel_seconds      double precision NOT NULL DEFAULT 10 CHECK (cancel_seconds >= 0),
+    lend_seconds        double precision NOT NULL DEFAULT 60 CHECK (lend_seconds >= 0)
 );
 INSERT INTO jayrun.settings DEFAULT VALUES;
 COMMENT ON TABLE jayrun.settings IS 'One row: the settings of the whole book';
@@ -44,8 +45,13 @@ CREATE TABLE jayrun.hosts (
     name          text NOT NULL,
     boot_id       text NOT NULL,
     registered_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    seen_at       timestamptz NOT NULL DEFAULT clock_timestamp()
+    seen_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    watched_since timestamptz NOT NULL DEFAULT clock_timestamp(),
+    forgotten_at  timestamptz
 ) WITH (fillfactor = 50);
+COMMENT ON COLUMN jayrun.hosts.watched_since IS
+    'Since when somebody of the host has been heard of without a gap; nobody is judged by time who had no more time than that';
+COMMENT ON COLUMN jayrun.hosts.forgotten_at IS 'Since when an administrator has declared it gone; over once it is seen again';
 
 CREATE TABLE jayrun.devices (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -89,7 +95,7 @@ CREATE TABLE jayrun.holders (
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
     ended_at       timestamptz,
-    end_reason     text CHECK (end_reason IN ('left', 'dead')),
+    end_reason     text CHECK (end_reason IN ('left', 'dead', 'declared')),
     CHECK ((state = 'ended') = (ended_at IS NOT NULL) AND (ended_at IS NULL) = (end_reason IS NULL))
 ) WITH (fillfactor = 60);
 CREATE INDEX holders_alive ON jayrun.holders (host_id) WHERE state = 'alive';
@@ -232,23 +238,27 @@ CREATE INDEX lease_shares_to_fold ON jayrun.lease_shares (device_id) WHERE ended
 CREATE TABLE jayrun.lease_holders (
     lease_id   uuid NOT NULL REFERENCES jayrun.leases,
     holder_id  uuid NOT NULL REFERENCES jayrun.holders,
+    hold       integer NOT NULL DEFAULT 0 CHECK (hold >= 0),
     since      timestamptz NOT NULL DEFAULT clock_timestamp(),
     ended_at   timestamptz,
     end_reason text CHECK (end_reason IN ('released', 'reclaimed', 'returned')),
-    PRIMARY KEY (lease_id, holder_id),
+    PRIMARY KEY (lease_id, holder_id, hold),
     CHECK ((ended_at IS NULL) = (end_reason IS NULL))
 ) WITH (fillfactor = 50);
+COMMENT ON COLUMN jayrun.lease_holders.hold IS
+    '0 for the grant; else a number by which the holder tells apart that it joined, left and joined again';
 CREATE INDEX lease_holders_live ON jayrun.lease_holders (holder_id) WHERE ended_at IS NULL;
 
 CREATE TABLE jayrun.lease_events (
     id           bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at           timestamptz NOT NULL DEFAULT clock_timestamp(),
     kind         text NOT NULL CHECK (kind IN (
-        'parked', 'granted', 'joined', 'left', 'released', 'reclaimed', 'returned')),
+        'parked', 'granted', 'joined', 'left', 'released', 'reclaimed', 'returned', 'declared')),
     execution_id uuid,
     lease_id     uuid,
     holder_id    uuid,
-    epoch        bigint
+    epoch        bigint,
+    detail       text
 );
 CREATE INDEX lease_events_lease ON jayrun.lease_events (lease_id) WHERE lease_id IS NOT NULL;
 """
@@ -349,6 +359,7 @@ CREATE FUNCTION jayrun.holders_to_leases() RETURNS trigger LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 DECLARE
     r record;
+    holders integer;
 BEGIN
     IF TG_OP = 'INSERT' THEN
         FOR r IN SELECT lease_id, holder_id, ended_at FROM new_holders ORDER BY lease_id LOOP
@@ -358,12 +369,16 @@ BEGIN
                 RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
                     MESSAGE = 'jayrun.lease_holders: a live holder joins a lease that has not ended';
             END IF;
-            UPDATE jayrun.leases SET holder_count = holder_count + 1 WHERE id = r.lease_id;
+            UPDATE jayrun.leases SET holder_count = holder_count + 1 WHERE id = r.lease_id RETURNING holder_count INTO holders;
+            IF holders > 1 THEN
+                INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, holder_id, epoch)
+                SELECT 'joined', execution_id, id, r.holder_id, epoch FROM jayrun.leases WHERE id = r.lease_id;
+            END IF;
         END LOOP;
     ELSE
         FOR r IN
             SELECT n.lease_id, count(*) AS leavers, max(n.ended_at) AS ended_at, max(n.end_reason) AS end_reason
-            FROM new_holders n JOIN old_holders o USING (lease_id, holder_id)
+            FROM new_holders n JOIN old_holders o USING (lease_id, holder_id, hold)
             WHERE n.ended_at IS NOT NULL AND o.ended_at IS NULL GROUP BY n.lease_id ORDER BY n.lease_id
         LOOP
             -- Stronger than the update's own lock: it waits for who joins the lease or adds a share, and they for it.
@@ -371,7 +386,13 @@ BEGIN
             UPDATE jayrun.leases SET holder_count = holder_count - r.leavers,
                 ended_at = CASE WHEN holder_count = r.leavers THEN r.ended_at END,
                 end_reason = CASE WHEN holder_count = r.leavers THEN r.end_reason END
-            WHERE id = r.lease_id;
+            WHERE id = r.lease_id RETURNING holder_count INTO holders;
+            -- The last one's leave is the lease's end, which is told as that.
+            INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, holder_id, epoch)
+            SELECT 'left', l.execution_id, l.id, n.holder_id, l.epoch
+            FROM new_holders n JOIN old_holders o USING (lease_id, holder_id, hold)
+            CROSS JOIN LATERAL (SELECT * FROM jayrun.leases WHERE id = r.lease_id OFFSET 0) l
+            WHERE holders > 0 AND n.lease_id = r.lease_id AND n.ended_at IS NOT NULL AND o.ended_at IS NULL;
         END LOOP;
     END IF;
     RETURN NULL;
@@ -382,7 +403,7 @@ CREATE TRIGGER holders_left AFTER UPDATE ON jayrun.lease_holders
     REFERENCING OLD TABLE AS old_holders NEW TABLE AS new_holders
     FOR EACH STATEMENT EXECUTE FUNCTION jayrun.holders_to_leases();
 CREATE TRIGGER lease_holders_fixed BEFORE UPDATE ON jayrun.lease_holders FOR EACH ROW
-    WHEN (OLD.ended_at IS NOT NULL OR (NEW.lease_id, NEW.holder_id) IS DISTINCT FROM (OLD.lease_id, OLD.holder_id))
+    WHEN (OLD.ended_at IS NOT NULL OR (NEW.lease_id, NEW.holder_id, NEW.hold) IS DISTINCT FROM (OLD.lease_id, OLD.holder_id, OLD.hold))
     EXECUTE FUNCTION jayrun.refuse('a holder leaves a lease once');
 CREATE TRIGGER lease_holders_kept BEFORE DELETE ON jayrun.lease_holders FOR EACH ROW
     EXECUTE FUNCTION jayrun.refuse('holders of leases are history and are not deleted');
@@ -642,22 +663,39 @@ BEGIN
 END $f$;
 COMMENT ON FUNCTION jayrun.write_pass IS 'Behind the gate: writes what one admission decided; returns the new leases';
 
-CREATE FUNCTION jayrun.leave(the_holder uuid, lease_ids uuid[], lease_epochs bigint[], reason text) RETURNS void
-LANGUAGE plpgsql
+CREATE FUNCTION jayrun.leave(
+    the_holder uuid, lease_ids uuid[], lease_epochs bigint[], holds integer[], reason text) RETURNS void LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 DECLARE
     r record;
 BEGIN
     -- Whoever ends several of these rows locks them by lease, so that nobody waits in a circle.
-    FOR r IN SELECT * FROM unnest(lease_ids, lease_epochs) AS a (lease_id, epoch) ORDER BY lease_id LOOP
+    FOR r IN SELECT * FROM unnest(lease_ids, lease_epochs, holds) AS a (lease_id, epoch, hold) ORDER BY lease_id, hold LOOP
         IF EXISTS (SELECT FROM jayrun.leases WHERE id = r.lease_id AND epoch = r.epoch) THEN
             UPDATE jayrun.lease_holders SET ended_at = clock_timestamp(), end_reason = reason
-            WHERE lease_id = r.lease_id AND holder_id = the_holder AND end_reason IS NULL;
+            WHERE lease_id = r.lease_id AND holder_id = the_holder AND hold = r.hold AND end_reason IS NULL;
         END IF;
     END LOOP;
 END $f$;
 COMMENT ON FUNCTION jayrun.leave IS
     'A holder leaves leases, named by id and epoch; what ended already or is not its own is passed over';
+
+CREATE FUNCTION jayrun.join_lease(
+    the_holder uuid, the_lease uuid, the_epoch bigint, the_hold integer, OUT joined boolean, OUT lease_host bigint)
+LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+BEGIN
+    -- The lock waits for whoever ends it just now, and makes whoever comes to end it wait for the further holder.
+    SELECT l.host_id INTO lease_host FROM jayrun.leases l
+    WHERE l.id = the_lease AND l.epoch = the_epoch AND l.ended_at IS NULL FOR UPDATE;
+    joined := lease_host = (SELECT host_id FROM jayrun.holders WHERE id = the_holder);
+    IF joined THEN
+        INSERT INTO jayrun.lease_holders (lease_id, holder_id, hold) VALUES (the_lease, the_holder, the_hold)
+        ON CONFLICT DO NOTHING;
+    END IF;
+END $f$;
+COMMENT ON FUNCTION jayrun.join_lease IS
+    'A further holder joins a live lease of its host; lease_host is null when it has ended';
 
 CREATE FUNCTION jayrun.finish(ends jsonb) RETURNS void LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
@@ -905,7 +943,7 @@ CROSS JOIN LATERAL (
 LEFT JOIN LATERAL (
     SELECT (array_agg(o.pid ORDER BY x.since))[1] AS pid, (array_agg(o.user_name ORDER BY x.since))[1] AS user_name,
            (array_agg(o.label ORDER BY x.since))[1] AS label, (array_agg(o.command ORDER BY x.since))[1] AS command,
-           max(o.seen_at) AS seen_at, count(*)::integer AS holders
+           max(o.seen_at) AS seen_at, count(DISTINCT o.id)::integer AS holders
     FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id
     WHERE x.lease_id = l.id AND x.ended_at IS NULL) p ON true
 WHERE l.id IN (SELECT lease_id FROM jayrun.lease_shares WHERE folded_at IS NULL AND ended_at IS NULL);

@@ -245,9 +245,9 @@ def test_the_last_holder_ends_the_lease_and_its_shares(hand: Sql) -> None:
     join(hand, 1, 2)
     give(hand, (1, 1, 50, False), (1, 2, 50, False))
     leave(hand, 1, 1)
-    assert lease(hand, 1) == (None, 1, 2, ["granted"])
+    assert lease(hand, 1) == (None, 1, 2, ["granted", "joined", "left"])
     leave(hand, 1, 2, "reclaimed")
-    assert lease(hand, 1) == ("reclaimed", 0, 0, ["granted", "reclaimed"])
+    assert lease(hand, 1) == ("reclaimed", 0, 0, ["granted", "joined", "left", "reclaimed"])
     assert counters(hand, 1) == (50, 1, 0)  # until an admission folds it
     fold(hand)
     assert counters(hand, 1) == counters(hand, 2) == (0, 0, 0)
@@ -257,14 +257,15 @@ def test_one_statement_by_which_all_leave(hand: Sql) -> None:
     join(hand, 1, 2)
     give(hand, (1, 1, 50, False), (2, 1, 50, False))
     hand.execute("UPDATE jayrun.lease_holders SET ended_at = clock_timestamp(), end_reason = 'released'")
-    assert lease(hand, 1) == lease(hand, 2) == ("released", 0, 0, ["granted", "released"])
+    assert lease(hand, 1) == ("released", 0, 0, ["granted", "joined", "released"])
+    assert lease(hand, 2) == ("released", 0, 0, ["granted", "released"])
 
 
 def test_two_holders_leave_at_once(hand: Sql, other: Sql) -> None:
     join(hand, 1, 2)
     give(hand, (1, 1, 50, False))
     meet(hand, lambda sql: leave(sql, 1, 1), other, lambda sql: leave(sql, 1, 2))
-    assert lease(hand, 1) == ("released", 0, 0, ["granted", "released"])
+    assert lease(hand, 1) == ("released", 0, 0, ["granted", "joined", "left", "released"])
     fold(hand)
     assert counters(hand, 1) == (0, 0, 0)
 
@@ -273,7 +274,7 @@ def test_one_holder_leaves_twice_at_once(hand: Sql, other: Sql) -> None:
     join(hand, 1, 2)
     give(hand, (1, 1, 50, False))
     meet(hand, lambda sql: leave(sql, 1, 1), other, lambda sql: leave(sql, 1, 1))
-    assert lease(hand, 1) == (None, 1, 1, ["granted"])
+    assert lease(hand, 1) == (None, 1, 1, ["granted", "joined", "left"])
 
 
 def test_one_joins_while_the_last_leaves(hand: Sql, other: Sql) -> None:
