@@ -31,12 +31,13 @@ _ADD = """
 INSERT INTO jayrun.hosts (identity, name, boot_id) VALUES (%s, %s, %s) ON CONFLICT (identity) DO NOTHING
 """
 _TAKE_OVER = """
-UPDATE jayrun.hosts SET boot_id = %s, seen_at = clock_timestamp(), watched_since = clock_timestamp(), forgotten_at = NULL
+UPDATE jayrun.hosts SET boot_id = %s, seen_at = clock_timestamp(), watched_since = clock_timestamp(),
+    forgotten_at = NULL
 WHERE id = %s AND boot_id = %s AND seen_at = %s::timestamptz
 """
 _RENAME = "UPDATE jayrun.hosts SET name = %s WHERE id = %s AND name <> %s"
-# A few times in a tick at most, however many processes there are. Who was not heard of for half a TTL may have been kept
-# from it, and so may all others of the host have been: from now on they have the time to show life again.
+# A few times in a tick at most, however many processes there are. When nobody was heard of for half a TTL, all of the
+# host may have been kept from it: from now on they have the time to show life again.
 _SEE = """
 WITH seen AS (
     UPDATE jayrun.hosts h SET seen_at = clock_timestamp(), forgotten_at = NULL,

@@ -678,6 +678,7 @@ def test_waiting_on_the_second_attempt_is_no_attempt(
 
 
 def test_a_supervisor_shows_life_for_a_worker_that_cannot(runtime: Runtime, crew: Crew, sql: Sql) -> None:
+    sql.execute("UPDATE jayrun.settings SET holder_ttl_seconds = 1.5")
     crew()
     [(pid, holder_id)] = workers(sql).items()
     os.kill(pid, signal.SIGSTOP)
