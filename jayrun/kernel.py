@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from jayrun.domain.liveness import Incarnation, Inhabitant, Sighting, Surroundings, Verdict, judge, judge_below
+from jayrun.domain.liveness import (
+    Incarnation,
+    Inhabitant,
+    Sighting,
+    Surroundings,
+    Verdict,
+    find_below,
+    judge,
+    judge_below,
+)
 
 _PROC = Path("/proc")
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's PROC_PID_INIT_INO
@@ -101,19 +110,30 @@ def verdict(recorded: Incarnation) -> Verdict:
     return judge(recorded, Sighting(boot_id(), pid_namespace(), ticks, absent))
 
 
+_seen_before: dict[Incarnation, int] = {}
+
+
 def verdicts(recorded: Sequence[Incarnation]) -> list[Verdict]:
     """The kernel's complete judgement: processes of other pid namespaces are looked for in those below this one.
 
-    Everyone recorded must have been alive already when this is called. It goes through /proc once if it has to.
+    Everyone recorded must have been alive already when this is called. It goes through /proc, once, if somebody is not
+    where this process saw it the last time.
     """
-    found = [verdict(each) for each in recorded]
-    if not any(one is Verdict.UNSEEN and each.boot_id == boot_id() for one, each in zip(found, recorded, strict=True)):
-        return found
-    around = _surroundings()
-    return [
-        judge_below(each, around) if one is Verdict.UNSEEN and each.boot_id == boot_id() else one
-        for one, each in zip(found, recorded, strict=True)
-    ]
+    global _seen_before
+    found = {each: verdict(each) for each in recorded}
+    before, _seen_before = _seen_before, {}
+    around: Surroundings | None = None
+    for each, judged in list(found.items()):
+        if judged is not Verdict.UNSEEN or each.boot_id != boot_id():
+            continue
+        view = Surroundings(_inhabitants(str(before.get(each, "")))[0], sees_all=False, is_first=False)
+        if (itself := find_below(each, view.inhabitants)) is None:
+            view = around = around or _surroundings()
+            itself = find_below(each, view.inhabitants)
+        if itself is not None:
+            _seen_before[each] = itself.seen_as
+        found[each] = judge_below(each, view)
+    return [found[each] for each in recorded]
 
 
 def _look_at(pid: int) -> tuple[int | None, bool]:
@@ -147,27 +167,36 @@ def _place_in_proc(pid: int) -> str | None:
 
 def _surroundings() -> Surroundings:
     """What /proc shows of the pid namespaces below."""
-    inhabitants = []
-    sees_all = _sees_others()
-    for place in filter(str.isdigit, os.listdir(_PROC)):
+    found, hidden = _inhabitants(*os.listdir(_PROC))
+    return Surroundings(
+        found,
+        sees_all=not hidden and _sees_others(),
+        is_first=_proc_is_ours() and pid_namespace() == _FIRST_PID_NAMESPACE,
+    )
+
+
+def _inhabitants(*places: str) -> tuple[list[Inhabitant], bool]:
+    """Those of these folders of /proc that are processes of pid namespaces below, and whether any would not say."""
+    found, hidden = [], False
+    for place in filter(str.isdigit, places):
         try:
             numbers = _field(f"{place}/status", "NSpid:")
-        except (FileNotFoundError, ProcessLookupError):
+        except PermissionError:
+            hidden = True
             continue
+        except OSError:  # it has ended
+            continue
+        if len(numbers) < 2:
+            continue
+        try:
+            namespace = os.stat(_PROC / place / "ns/pid").st_ino
         except OSError:
-            sees_all = False
-            continue
-        if len(numbers) > 1:
-            fields = _stat(place)
-            try:
-                namespace = os.stat(_PROC / place / "ns/pid").st_ino
-            except OSError:
-                namespace = None
-            ticks = None if fields is None else int(fields[19])
-            inhabitants.append(
-                Inhabitant(int(numbers[-1]), namespace, ticks, fields is not None and _is_over(place, fields))
-            )
-    return Surroundings(inhabitants, sees_all, _proc_is_ours() and pid_namespace() == _FIRST_PID_NAMESPACE)
+            namespace = None
+        fields = _stat(place)
+        ticks = None if fields is None else int(fields[19])
+        absent = fields is not None and _is_over(place, fields)
+        found.append(Inhabitant(int(place), int(numbers[-1]), namespace, ticks, absent))
+    return found, hidden
 
 
 def _sees_others() -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from processes import PATIENCE, until
 
+from jayrun import kernel
 from jayrun.settings import child_environment
 
 BELOW = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -65,14 +66,10 @@ class Agent:
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
         self.log = log
-
-    @property
-    def pid(self) -> int:
-        """Its number in this process's pid namespace: it may be a child of what it was started by."""
-        pid = self._process.pid
-        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            pid = int(children[0])
-        return pid
+        # Its number in this process's pid namespace; it may be a child of the command that it was started by.
+        self.pid = process.pid
+        while children := Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+            self.pid = int(children[0])
 
     def tell(self, code: str) -> None:
         """Let it run `code`, an expression or statements; `hear` has the answer."""
@@ -96,16 +93,8 @@ class Agent:
         return self.log.read_text()
 
     def kill(self) -> None:
-        pid = self.pid
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+        os.kill(self.pid, signal.SIGKILL)
+        until(lambda: kernel.is_absent(self.pid))
 
 
 @contextmanager

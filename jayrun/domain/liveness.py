@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,11 +37,12 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Inhabitant:
-    """A process of a pid namespace below the observer's, which sees it: `pid` is its number there.
+    """A process of a pid namespace below the observer's, which sees it as `seen_as`; `pid` is its number there.
 
     `pid_namespace` and `start_ticks` are None where they cannot be read.
     """
 
+    seen_as: int
     pid: int
     pid_namespace: int | None
     start_ticks: int | None
@@ -87,15 +88,22 @@ def judge_below(recorded: Incarnation, around: Surroundings) -> Verdict:
 
     Dead is who is not there though the observer would see it: whoever sees one process of a namespace sees all of it.
     """
-    for each in around.inhabitants:
+    if (found := find_below(recorded, around.inhabitants)) is not None:
+        return Verdict.DEAD if found.absent else Verdict.ALIVE
+    is_below = around.is_first or any(each.pid_namespace == recorded.pid_namespace for each in around.inhabitants)
+    return Verdict.DEAD if around.sees_all and is_below else Verdict.UNSEEN
+
+
+def find_below(recorded: Incarnation, inhabitants: Iterable[Inhabitant]) -> Inhabitant | None:
+    """The process that was recorded, as far as can be read."""
+    for each in inhabitants:
         if (
             each.pid == recorded.pid
             and each.pid_namespace in (None, recorded.pid_namespace)
             and each.start_ticks in (None, recorded.start_ticks)
         ):
-            return Verdict.DEAD if each.absent else Verdict.ALIVE
-    is_below = around.is_first or any(each.pid_namespace == recorded.pid_namespace for each in around.inhabitants)
-    return Verdict.DEAD if around.sees_all and is_below else Verdict.UNSEEN
+            return each
+    return None
 
 
 def is_over(verdict: Verdict, *, silent: bool, watched: bool) -> bool:

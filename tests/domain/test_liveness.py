@@ -36,9 +36,9 @@ def test_the_verdict_follows_the_facts(sighting: Sighting, verdict: Verdict) -> 
 
 
 BELOW = Incarnation("boot", 77, 5, 5000)
-ITSELF = Inhabitant(5, 77, 5000, False)
-NEIGHBOUR = Inhabitant(1, 77, 4000, False)
-STRANGER = Inhabitant(5, 78, 5000, False)
+ITSELF = Inhabitant(900, 5, 77, 5000, False)
+NEIGHBOUR = Inhabitant(900, 1, 77, 4000, False)
+STRANGER = Inhabitant(900, 5, 78, 5000, False)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ STRANGER = Inhabitant(5, 78, 5000, False)
     [
         pytest.param([ITSELF], False, False, Verdict.ALIVE, id="seen"),
         pytest.param([STRANGER, NEIGHBOUR, ITSELF], True, True, Verdict.ALIVE, id="among others"),
-        pytest.param([Inhabitant(5, None, None, False)], True, True, Verdict.ALIVE, id="unreadable"),
-        pytest.param([Inhabitant(5, 77, 5000, True)], False, False, Verdict.DEAD, id="zombie"),
-        pytest.param([Inhabitant(5, 77, 5001, False)], True, True, Verdict.DEAD, id="pid used again"),
+        pytest.param([Inhabitant(900, 5, None, None, False)], True, True, Verdict.ALIVE, id="unreadable"),
+        pytest.param([Inhabitant(900, 5, 77, 5000, True)], False, False, Verdict.DEAD, id="zombie"),
+        pytest.param([Inhabitant(900, 5, 77, 5001, False)], True, True, Verdict.DEAD, id="pid used again"),
         pytest.param([STRANGER], True, True, Verdict.DEAD, id="the same in another namespace"),
         pytest.param([], True, True, Verdict.DEAD, id="absent below the first namespace"),
         pytest.param([NEIGHBOUR], True, False, Verdict.DEAD, id="absent in a namespace of which one is seen"),

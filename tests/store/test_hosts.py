@@ -472,7 +472,7 @@ def test_who_is_ended_while_it_asks_is_admitted_nothing(book: Book, sql: Sql, ur
         nonlocal looks
         looks += 1
         if looks == last:
-            levers._end(hand, doomed.id, reason="declared")
+            hand.written(lambda pg: reclaim.end_holder(pg, doomed.id, reason="declared"))
 
     execution = here.execution(holder=doomed)
     with probes.arm("reserve.loaded", end_it):
@@ -498,7 +498,7 @@ def test_a_waiter_whose_holder_is_ended_while_it_is_admitted_gets_nothing(book: 
         def end_it() -> None:
             if not once:
                 once.append(True)
-                levers._end(hand, doomed.id, reason="declared")
+                hand.written(lambda pg: reclaim.end_holder(pg, doomed.id, reason="declared"))
 
         leases.release(book, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
         with probes.arm("combine.loaded", end_it):
