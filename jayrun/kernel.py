@@ -84,6 +84,11 @@ os.register_at_fork(after_in_child=pid_namespace.cache_clear)
 os.register_at_fork(after_in_child=_proc_is_ours.cache_clear)
 
 
+def start_ticks(pid: int) -> int | None:
+    """When a process of this pid namespace started, in clock ticks since boot. None when it cannot be read."""
+    return _look_at(pid)[0]
+
+
 def is_absent(pid: int) -> bool:
     """Whether the kernel says that no such process exists, or that only its exit status is left (a zombie)."""
     return _look_at(pid)[1]
@@ -95,8 +100,7 @@ def incarnation(pid: int | None = None) -> Incarnation:
     Raises ProcessLookupError when the process is gone.
     """
     pid = os.getpid() if pid is None else pid
-    ticks, _ = _look_at(pid)
-    if ticks is None:
+    if (ticks := start_ticks(pid)) is None:
         raise ProcessLookupError(f"no process {pid}")
     return Incarnation(boot_id=boot_id(), pid_namespace=pid_namespace(), pid=pid, start_ticks=ticks)
 

@@ -24,8 +24,7 @@ SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks,
 FROM jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id, jayrun.settings s
 WHERE o.host_id = %s AND o.state = 'alive' ORDER BY o.id
 """
-# By time only if nobody attested for it meanwhile.
-_STILL_SILENT = """
+_IS_SILENT = """
 SELECT seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
 FROM jayrun.holders, jayrun.settings s WHERE id = %s
 """
@@ -110,13 +109,16 @@ def sweep(book: Book, host_id: int) -> int:
 
     def unit(pg: PgConnection[Any]) -> int:
         hosts.see(pg, host_id)
+        found = _judged(pg.execute, host_id)
+        verdicts = _over(found)
         ended = 0
-        for holder_id, verdict in _over(found := _judged(pg.execute, host_id)):
+        for holder_id in verdicts:
             probes.reach("sweep.dead")
             # This process may have been stopped since it looked, and somebody may have seen the holder meanwhile.
-            if verdict is Verdict.DEAD or pg.execute(_STILL_SILENT, (holder_id,)).fetchone() == (True,):
-                end_holder(pg, holder_id, reason="dead")
-                ended += 1
+            if verdicts[holder_id] is Verdict.UNSEEN and pg.execute(_IS_SILENT, (holder_id,)).fetchone() != (True,):
+                continue
+            end_holder(pg, holder_id, reason="dead")
+            ended += 1
         if seen := [each.id for each in found if each.verdict is Verdict.ALIVE and each.is_due]:
             pg.execute(_ATTEST, (seen,))
         return ended
@@ -126,7 +128,7 @@ def sweep(book: Book, host_id: int) -> int:
 
 def find_dead(execute: Callable[..., Any], host_id: int) -> list[UUID]:
     """The holders of this host that are dead and the book does not know to be; writes nothing."""
-    return [holder_id for holder_id, _ in _over(_judged(execute, host_id))]
+    return list(_over(_judged(execute, host_id)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,9 @@ def _judged(execute: Callable[..., Any], host_id: int) -> list[_Judged]:
     return [_Judged(row[0], verdict, *row[5:]) for row, verdict in zip(rows, verdicts, strict=True)]
 
 
-def _over(judged: Sequence[_Judged]) -> list[tuple[UUID, Verdict]]:
-    return [
-        (each.id, each.verdict) for each in judged if is_over(each.verdict, silent=each.silent, watched=each.watched)
-    ]
+def _over(judged: Sequence[_Judged]) -> dict[UUID, Verdict]:
+    """Those to be ended, by id, and whether by the kernel's word or by time."""
+    return {each.id: each.verdict for each in judged if is_over(each.verdict, silent=each.silent, watched=each.watched)}
 
 
 def end_predecessors(book: Book, host_id: int, who: Incarnation, own: Sequence[UUID]) -> int:

@@ -164,6 +164,19 @@ def test_a_pid_that_is_used_again_is_another_process(book: Book, sql: Sql, start
     assert verdict(sql, holder) is Verdict.DEAD
 
 
+def test_two_first_processes_of_two_containers_are_two(here: Scene, book: Book, sql: Sql, start: Start) -> None:
+    """R11: the same host name, the same pid 1."""
+    need(*BELOW)
+    one, other = start(*BELOW), start(*BELOW)
+    first = holder_of(sql, lambda: one(HOLD))
+    second = holder_of(sql, lambda: other(HOLD))
+    assert {who.pid for holder, who in incarnations(sql).items() if holder in (first, second)} == {1}
+    one.kill()
+    assert reclaim.sweep(book, here.host_id) == 1
+    assert (state(sql, first), state(sql, second), live_leases(sql)) == ("ended", "alive", 1)
+    assert other("holders.beat(book, here.holder)") is True
+
+
 def test_a_proc_of_the_namespace_above_is_understood(here: Scene, book: Book, sql: Sql, start: Start) -> None:
     """`unshare --pid` without a /proc of its own: there every number means another process."""
     without = ("unshare", "--pid", "--fork", "--kill-child")
