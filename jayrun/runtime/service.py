@@ -25,14 +25,16 @@ from uuid import UUID
 from jayrun import kernel
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
-from jayrun.errors import BookError, PlacementTimeout
+from jayrun.embedded import ensure
+from jayrun.errors import BookError, LeaseLost, PlacementTimeout, PlacementUnavailableHere
 from jayrun.runtime import reconciler
-from jayrun.runtime.holds import Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.resources import Resources
+from jayrun.settings import Settings
 from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
-from jayrun.store.leases import Finished
+from jayrun.store.leases import Finished, Held
 from jayrun.store.transactions import Book
 
 log = logging.getLogger("jayrun")
@@ -68,6 +70,8 @@ class Service:
 
     def __init__(self, url: str, *, host_identity: str | None, label: str, role: str) -> None:
         self.pid = os.getpid()
+        self._role = role
+        self._label = label
         self.book = Book(url, role=role, instance=str(self.pid))
         # The thread's own, always at hand, and impatient: it has deadlines to keep.
         self._own_book = Book(url, role=role, instance=str(self.pid), patience_seconds=_THREAD_PATIENCE_SECONDS)
@@ -78,7 +82,7 @@ class Service:
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
             self.holder: Holder = holders.register(first, self.host_id, role=role, label=label)
-            self.tick_seconds = first.tick_seconds()
+            self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
             self._own_book.close()
             raise
@@ -94,6 +98,7 @@ class Service:
         self._host_waits = False  # somebody waited on the host when this process last looked
         self._blocked: set[threading.Thread] = set()
         self._only_waited = False  # as the book was told
+        self.on_lease_lost: list[Callable[[LeaseLost], object]] = []
         # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit.
         Finalize(None, self.stop, exitpriority=100)
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
@@ -123,6 +128,18 @@ class Service:
                     wait.requests = left
             except BookError as error:  # then it gets what it does not need, and gives it back
                 log.debug("could not tell a waiter that a resource is set up: %s", str(error))
+
+    def join(self, lease_id: UUID, epoch: int) -> Hold:
+        """Become a further holder of a lease. Raises `LeaseLost`, `PlacementUnavailableHere`, `BookError`."""
+        held = Held(lease_id, epoch, next(self.outbox.numbers))
+        try:
+            leases.join(self.book, self.holder, held)
+        except (LeaseLost, PlacementUnavailableHere):
+            raise
+        except BaseException:  # nobody knows whether the book did it, so it is taken back
+            self.outbox.put(Release(held))
+            raise
+        return Hold(self.outbox, held)
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -208,6 +225,7 @@ class Service:
             try:
                 named = self._sleep(next_tick)
                 self._expire()
+                self._take_back_lent()
                 # Only an answer of the book ends an outage, so it is asked each time.
                 tick = time.monotonic() >= next_tick or self._outage_since is not None
                 self._commit()
@@ -238,6 +256,7 @@ class Service:
         named."""
         with self._waits_lock:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
+        deadlines += [since + self._lend_seconds for since, _ in list(self.outbox.lent.values())]
         until = min([next_tick, *deadlines])
         if self._outage_since is not None:
             until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
@@ -256,6 +275,13 @@ class Service:
             failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
             if self.abandon(wait.unit_id, state=ExecutionState.FAILED, failure=failure) is not None:
                 wait.resolve(PlacementTimeout())
+
+    def _take_back_lent(self) -> None:
+        """Keep no longer for others what nobody has pickled for a while."""
+        over = time.monotonic() - self._lend_seconds
+        for lease, (since, _) in list(self.outbox.lent.items()):
+            if since <= over:  # and it may be pickled again at this moment, which the next look finds
+                self.outbox.lent.pop(lease)
 
     def _commit(self) -> None:
         """Tell the book what ended; what could not be told stays enqueued."""
@@ -290,8 +316,8 @@ class Service:
             return
         settle = partial(
             self._let_go,
-            released=[(end.lease_id, end.epoch) for end in ends if end.used],
-            returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
+            released=[end.held for end in ends if end.used],
+            returned=[end.held for end in ends if not end.used],
         )
         try:
             settle(finished=finished)
@@ -310,13 +336,55 @@ class Service:
             admission.combine(self._own_book, self.host_id)
 
     def _beat(self, *, tick: bool) -> None:
-        """Show life at each tick, and at once that this process no longer only waits."""
+        """Show life at each tick, and at once that this process no longer only waits; learn what was lost."""
         if not tick and not self._only_waited:
             return
         only_waits = self._only_waits()
         if tick or not only_waits:
-            holders.beat(self._own_book, self.holder, only_waits=only_waits)
+            is_alive = holders.beat(self._own_book, self.holder, only_waits=only_waits)
             self._only_waited = only_waits
+            held = list(self.outbox.held.values())
+            if not is_alive:
+                self._declared_dead(held)
+            elif held:
+                self._lose(
+                    leases.gone(self._own_book, self.holder, held), "this process's hold on it was ended by others"
+                )
+
+    def _declared_dead(self, held: Sequence[Held]) -> None:
+        """The book has ended this process though it lives: it is a new holder from now on, and what it held is lost.
+
+        A worker goes without, for another one may run what it ran.
+        """
+        self._lose(held, "this process was declared dead in the book, or was silent for too long where nobody saw it")
+        if self._role != "worker":
+            former = self.holder.id
+            self.holder = holders.register(self._own_book, self.host_id, role=self._role, label=self._label)
+            self._listener.close()
+            self._listener = self.book.listen(str(self.holder.id))
+            log.error("the book has ended holder %s though its process lives: now it is %s", former, self.holder.id)
+
+    def _lose(self, gone: Sequence[Held], why: str) -> None:
+        """Mark these holds, and tell whoever wants to know; the user's code runs in a thread of its own."""
+        lost = []
+        for held in gone:
+            hold = self.outbox.holds.get(held[:2])
+            if hold is not None and hold.lost is None:
+                hold.lost = f"lease {held.lease_id} is lost: {why}; stop using the device, drop the data, and ask anew"
+                lost.append(LeaseLost(hold.lost, *held[:2]))
+                log.error("%s", hold.lost)
+                self.outbox.lent.pop(held[:2], None)
+        if lost:
+            threading.Thread(target=self._tell_lost, args=(lost,), name="jayrun-lease-lost", daemon=True).start()
+
+    def _tell_lost(self, lost: Sequence[LeaseLost]) -> None:
+        self.resources.drop_lost()
+        for tell in list(self.on_lease_lost):
+            for each in lost:
+                try:
+                    tell(each)
+                except Exception:  # user code; the others are told all the same
+                    log.exception("on_lease_lost failed")
 
     def _only_waits(self) -> bool:
         """Whether this process drops nothing, and has dropped nothing untold, before one of its executions is served.
@@ -330,6 +398,7 @@ class Service:
         return (
             bool(waits)
             and not self.outbox.messages
+            and not self.outbox.lent
             and all(wait.give_up_at is None or wait.give_up_at > soon for wait in waits)
             and all(len(service.jobs) == len(service._waits) for service in list(_services.values()))
             and all(thread in self._blocked or _only_serves(thread) for thread in threading.enumerate())
@@ -371,7 +440,7 @@ class Service:
             wait.resolve(resolution)
         elif isinstance(resolution, Claimed):  # it was abandoned while its grant was on the way
             for lease in resolution.leases:
-                self.outbox.put(Release(lease.id, lease.epoch, used=False))
+                self.outbox.put(Release(Held(lease.id, lease.epoch), used=False))
             for execution_id in resolution.members:
                 self.outbox.put(Finished(execution_id, ExecutionState.CANCELLED))
 
@@ -408,6 +477,30 @@ def service_for(url: str, *, host_identity: str | None, label: str, role: str = 
         if service is None:
             service = _services[url] = Service(url, host_identity=host_identity, label=label, role=role)
         return service
+
+
+def services() -> list[Service]:
+    """The services of this process."""
+    with _services_lock:
+        return list(_services.values())
+
+
+def own_service(settings: Settings | None = None, *, url: str | None = None, label: str | None = None) -> Service:
+    """The service for the book at `url`, else for the one that the settings name; jayrun's own server is started, and
+    its book made, when needed."""
+    settings = settings or Settings.load()
+    return service_for(
+        url or _own_book(settings),
+        host_identity=settings.host_id,
+        label=settings.label if label is None else label,
+    )
+
+
+def _own_book(settings: Settings) -> str:
+    found = ensure(settings)
+    if found.kind != "url":
+        schema.create_if_missing(found.url)
+    return found.url
 
 
 def _forget_all() -> None:

@@ -92,18 +92,19 @@ def register(
     return holder
 
 
-def beat(book: Book, holder: Holder, *, only_waits: bool = False) -> None:
+def beat(book: Book, holder: Holder, *, only_waits: bool = False) -> bool:
     """Show life: the holder's and its host's `seen_at`. Nothing is ever judged by it where the kernel can be asked.
 
     `only_waits`: the process will drop nothing before one of its executions is served, all of which wait.
     """
 
-    def unit(pg: PgConnection[Any]) -> None:
-        pg.execute(_BEAT, (only_waits, holder.id))
+    def unit(pg: PgConnection[Any]) -> bool:
+        is_alive = pg.execute(_BEAT, (only_waits, holder.id)).rowcount == 1
         pg.execute(_AWAKE, (holder.id,))
         pg.execute(_BEAT_HOST, (holder.host_id,))
+        return is_alive
 
-    book.written(unit)
+    return book.written(unit)
 
 
 def attest(book: Book, host_id: int, pids: Sequence[int]) -> None:
