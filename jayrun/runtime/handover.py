@@ -17,7 +17,8 @@ def joined(lease_id: UUID, epoch: int) -> Hold:
     """
     asked = services() or [own_service()]
     for service in asked:
-        if (hold := service.outbox.holds.get((lease_id, epoch))) is not None:
+        hold = service.outbox.holds.get((lease_id, epoch))
+        if hold is not None and hold.lost is None:
             return hold
     for service in asked[:-1]:
         try:

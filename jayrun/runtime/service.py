@@ -347,37 +347,45 @@ class Service:
             if not is_alive:
                 self._declared_dead(held)
             elif held:
-                self._lose(
-                    leases.gone(self._own_book, self.holder, held), "this process's hold on it was ended by others"
-                )
+                gone = leases.gone(self._own_book, self.holder, held)
+                self._tell_lost(self._lose(gone, "this process's hold on it was ended by others"))
 
     def _declared_dead(self, held: Sequence[Held]) -> None:
         """The book has ended this process though it lives: it is a new holder from now on, and what it held is lost.
 
         A worker goes without, for another one may run what it ran.
         """
-        self._lose(held, "this process was declared dead in the book, or was silent for too long where nobody saw it")
-        if self._role != "worker":
-            former = self.holder.id
-            self.holder = holders.register(self._own_book, self.host_id, role=self._role, label=self._label)
-            self._listener.close()
-            self._listener = self.book.listen(str(self.holder.id))
-            log.error("the book has ended holder %s though its process lives: now it is %s", former, self.holder.id)
+        why = "this process was declared dead in the book, or was silent for too long where nobody saw it"
+        lost = self._lose(held, why)
+        try:
+            if self._role != "worker":
+                former = self.holder.id
+                self.holder = holders.register(self._own_book, self.host_id, role=self._role, label=self._label)
+                self._listener.close()
+                self._listener = self.book.listen(str(self.holder.id))
+                log.error("the book has ended holder %s though its process lives: now it is %s", former, self.holder.id)
+        finally:
+            self._tell_lost(lost)
 
-    def _lose(self, gone: Sequence[Held], why: str) -> None:
-        """Mark these holds, and tell whoever wants to know; the user's code runs in a thread of its own."""
+    def _lose(self, gone: Sequence[Held], why: str) -> list[LeaseLost]:
+        """Mark these holds; what is to be told of them."""
         lost = []
         for held in gone:
             hold = self.outbox.holds.get(held[:2])
             if hold is not None and hold.lost is None:
                 hold.lost = f"lease {held.lease_id} is lost: {why}; stop using the device, drop the data, and ask anew"
                 lost.append(LeaseLost(hold.lost, *held[:2]))
-                log.error("%s", hold.lost)
                 self.outbox.lent.pop(held[:2], None)
-        if lost:
-            threading.Thread(target=self._tell_lost, args=(lost,), name="jayrun-lease-lost", daemon=True).start()
+        return lost
 
     def _tell_lost(self, lost: Sequence[LeaseLost]) -> None:
+        """Tell whoever wants to know; the user's code runs in a thread of its own."""
+        for each in lost:
+            log.error("%s", str(each))
+        if lost:
+            threading.Thread(target=self._call_back, args=(lost,), name="jayrun-lease-lost", daemon=True).start()
+
+    def _call_back(self, lost: Sequence[LeaseLost]) -> None:
         self.resources.drop_lost()
         for tell in list(self.on_lease_lost):
             for each in lost:
