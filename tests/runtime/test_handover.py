@@ -192,7 +192,7 @@ def test_a_process_may_leave_and_join_again(make_runtime: MakeRuntime, book: Boo
 def test_the_sender_may_drop_its_copy_before_the_receiver_unpickles(
     make_runtime: MakeRuntime, book: Book, sql: Sql, by: str
 ) -> None:
-    lending(sql, SOON if by == "runtime" else NEVER)
+    lending(sql, NEVER)
     runtime = make_runtime(devices=gpus(1))
     ours, theirs = CONTEXT.Pipe()
     queue = CONTEXT.SimpleQueue()
@@ -501,3 +501,44 @@ def test_a_lease_in_a_file_is_lost_when_it_has_ended(url: str, tmp_path: Path) -
     )
     assert said.startswith("True lease ")
     assert UUID(said.split()[2])
+
+
+def test_a_forked_child_keeps_no_session_of_its_parent(url: str, book: Book, sql: Sql, tmp_path: Path) -> None:
+    """The parent is killed while a child of it lives: its leases end, and so do its sessions on the server."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT
+        + textwrap.indent(
+            textwrap.dedent(
+                """
+                data = runtime.run(Take, memory_gb=24)
+                waiting = runtime.start(Take, memory_gb=24)  # so that it listens too
+                while not runtime._service._listener.is_open:
+                    time.sleep(0.01)
+                pid = os.fork()
+                if pid == 0:
+                    print("child", os.getppid(), flush=True)
+                    sys.stdin.readline()
+                    os._exit(0)
+                os.waitpid(pid, 0)
+                """
+            ),
+            "    ",
+        )
+    )
+    environment = child_environment({"JAYRUN_DATABASE_URL": url}, without=("JAYRUN_", "PG"))
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout.readline() == f"child {parent.pid}\n"
+        sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+        name = f"jayrun:runtime:{parent.pid}"
+        assert sql.execute(sessions, (name,)).fetchall()[0][0] > 0
+        parent.kill()
+        parent.wait(PATIENCE)
+        until(lambda: sql.execute(sessions, (name,)).fetchall() == [(0,)])
+        assert reconciler.run_pass(book, sql.execute("SELECT id FROM jayrun.hosts").fetchall()[0][0]).reclaimed == 1
+        assert holders(book) == 0
+        parent.stdin.write("end\n")
