@@ -73,8 +73,8 @@ class Runtime:
         self._label = settings.label if label is None else label
         probes.arm_from_settings(settings.probes)
         self._service = own_service(settings, url=url, label=self._label)
-        if on_lease_lost is not None and on_lease_lost not in self._service.on_lease_lost:
-            self._service.on_lease_lost.append(on_lease_lost)
+        if on_lease_lost is not None and on_lease_lost not in self._service.presence.on_lease_lost:
+            self._service.presence.on_lease_lost.append(on_lease_lost)
         if declared:
             self._add_devices(declared)
         self._service.runtimes += 1

@@ -26,9 +26,10 @@ from jayrun import kernel
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.embedded import ensure
-from jayrun.errors import BookError, LeaseLost, PlacementTimeout, PlacementUnavailableHere
+from jayrun.errors import BookError, PlacementTimeout
 from jayrun.runtime import reconciler
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
 from jayrun.settings import Settings
 from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
@@ -70,23 +71,22 @@ class Service:
 
     def __init__(self, url: str, *, host_identity: str | None, label: str, role: str) -> None:
         self.pid = os.getpid()
-        self._role = role
-        self._label = label
         self.book = Book(url, role=role, instance=str(self.pid))
         # The thread's own, always at hand, and impatient: it has deadlines to keep.
         self._own_book = Book(url, role=role, instance=str(self.pid), patience_seconds=_THREAD_PATIENCE_SECONDS)
+        self.outbox = Outbox()
         try:
             first = self._own_book.with_patience(0)
             first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
-            self.holder: Holder = holders.register(first, self.host_id, role=role, label=label)
+            self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
             self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
             self._own_book.close()
+            self.outbox.close()
             raise
-        self.outbox = Outbox()
         self._waits: dict[UUID, Wait] = {}
         self._waits_lock = threading.Lock()
         self._listener = self.book.listen(str(self.holder.id))
@@ -97,8 +97,7 @@ class Service:
         self.jobs: set[object] = set()  # of all Runtimes, until they end
         self._host_waits = False  # somebody waited on the host when this process last looked
         self._blocked: set[threading.Thread] = set()
-        self._only_waited = False  # as the book was told
-        self.on_lease_lost: list[Callable[[LeaseLost], object]] = []
+        self.presence.on_lease_lost.append(lambda lost: self.resources.drop_lost())
         # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit.
         Finalize(None, self.stop, exitpriority=100)
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
@@ -129,17 +128,14 @@ class Service:
             except BookError as error:  # then it gets what it does not need, and gives it back
                 log.debug("could not tell a waiter that a resource is set up: %s", str(error))
 
+    @property
+    def holder(self) -> Holder:
+        """This process as the book knows it now."""
+        return self.presence.holder
+
     def join(self, lease_id: UUID, epoch: int) -> Hold:
         """Become a further holder of a lease. Raises `LeaseLost`, `PlacementUnavailableHere`, `BookError`."""
-        held = Held(lease_id, epoch, next(self.outbox.numbers))
-        try:
-            leases.join(self.book, self.holder, held)
-        except (LeaseLost, PlacementUnavailableHere):
-            raise
-        except BaseException:  # nobody knows whether the book did it, so it is taken back
-            self.outbox.put(Release(held))
-            raise
-        return Hold(self.outbox, held)
+        return self.presence.join(self.book, lease_id, epoch)
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -225,14 +221,16 @@ class Service:
             try:
                 named = self._sleep(next_tick)
                 self._expire()
-                self._take_back_lent()
+                self.presence.take_back_lent(self._lend_seconds)
                 # Only an answer of the book ends an outage, so it is asked each time.
                 tick = time.monotonic() >= next_tick or self._outage_since is not None
                 self._commit()
                 named |= self._listen(tick=tick)
                 if tick:
                     self.resources.publish(self._own_book)
-                self._beat(tick=tick)
+                if self.presence.beat(only_waits=self._only_waits, tick=tick):
+                    self._listener.close()
+                    self._listener = self.book.listen(str(self.holder.id))
                 if tick:
                     reconciler.run_pass(self._own_book, self.host_id)
                     self._host_waits = leases.anybody_waits(self._own_book, self.host_id)
@@ -256,7 +254,7 @@ class Service:
         named."""
         with self._waits_lock:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
-        deadlines += [since + self._lend_seconds for since, _ in list(self.outbox.lent.values())]
+        deadlines += self.presence.lent_until(self._lend_seconds)
         until = min([next_tick, *deadlines])
         if self._outage_since is not None:
             until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
@@ -275,13 +273,6 @@ class Service:
             failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited longer than its timeout"}
             if self.abandon(wait.unit_id, state=ExecutionState.FAILED, failure=failure) is not None:
                 wait.resolve(PlacementTimeout())
-
-    def _take_back_lent(self) -> None:
-        """Keep no longer for others what nobody has pickled for a while."""
-        over = time.monotonic() - self._lend_seconds
-        for lease, (since, _) in list(self.outbox.lent.items()):
-            if since <= over:  # and it may be pickled again at this moment, which the next look finds
-                self.outbox.lent.pop(lease)
 
     def _commit(self) -> None:
         """Tell the book what ended; what could not be told stays enqueued."""
@@ -334,65 +325,6 @@ class Service:
         elif leases.settle(self._own_book, self.host_id, self.holder.id, **ends):
             self._host_waits = True
             admission.combine(self._own_book, self.host_id)
-
-    def _beat(self, *, tick: bool) -> None:
-        """Show life at each tick, and at once that this process no longer only waits; learn what was lost."""
-        if not tick and not self._only_waited:
-            return
-        only_waits = self._only_waits()
-        if tick or not only_waits:
-            is_alive = holders.beat(self._own_book, self.holder, only_waits=only_waits)
-            self._only_waited = only_waits
-            held = list(self.outbox.held.values())
-            if not is_alive:
-                self._declared_dead(held)
-            elif held:
-                gone = leases.gone(self._own_book, self.holder, held)
-                self._tell_lost(self._lose(gone, "this process's hold on it was ended by others"))
-
-    def _declared_dead(self, held: Sequence[Held]) -> None:
-        """The book has ended this process though it lives: it is a new holder from now on, and what it held is lost.
-
-        A worker goes without, for another one may run what it ran.
-        """
-        why = "this process was declared dead in the book, or was silent for too long where nobody saw it"
-        lost = self._lose(held, why)
-        try:
-            if self._role != "worker":
-                former = self.holder.id
-                self.holder = holders.register(self._own_book, self.host_id, role=self._role, label=self._label)
-                self._listener.close()
-                self._listener = self.book.listen(str(self.holder.id))
-                log.error("the book has ended holder %s though its process lives: now it is %s", former, self.holder.id)
-        finally:
-            self._tell_lost(lost)
-
-    def _lose(self, gone: Sequence[Held], why: str) -> list[LeaseLost]:
-        """Mark these holds; what is to be told of them."""
-        lost = []
-        for held in gone:
-            hold = self.outbox.holds.get(held[:2])
-            if hold is not None and hold.lost is None:
-                hold.lost = f"lease {held.lease_id} is lost: {why}; stop using the device, drop the data, and ask anew"
-                lost.append(LeaseLost(hold.lost, *held[:2]))
-                self.outbox.lent.pop(held[:2], None)
-        return lost
-
-    def _tell_lost(self, lost: Sequence[LeaseLost]) -> None:
-        """Tell whoever wants to know; the user's code runs in a thread of its own."""
-        for each in lost:
-            log.error("%s", str(each))
-        if lost:
-            threading.Thread(target=self._call_back, args=(lost,), name="jayrun-lease-lost", daemon=True).start()
-
-    def _call_back(self, lost: Sequence[LeaseLost]) -> None:
-        self.resources.drop_lost()
-        for tell in list(self.on_lease_lost):
-            for each in lost:
-                try:
-                    tell(each)
-                except Exception:  # user code; the others are told all the same
-                    log.exception("on_lease_lost failed")
 
     def _only_waits(self) -> bool:
         """Whether this process drops nothing, and has dropped nothing untold, before one of its executions is served.
