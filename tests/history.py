@@ -18,8 +18,8 @@ So nothing is tolerated here but this: when an execution was ended because its p
 been on its way and come after it. It must have been taken back since.
 
 The log does not tell everything. How a wait ended without a grant (withdrawn, failed, tried again), and what devices
-were declared as when, must come from the tables as they stand now, or from the test (`declared`); which backends a device
-had, and whether it was online, is not checked.
+were declared as when, must come from the tables as they stand now, or from the test (`declared`); which backends a
+device had, and whether it was online, is not checked.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _History:
         )
         sizes = [share.memory_bytes for share in shares]
         wanted = request.group_bytes + len(shares) * request.per_device_bytes
-        assert sum(sizes) == wanted and max(sizes) - min(sizes) <= 1, (
+        assert (sum(sizes), max(sizes) - min(sizes) <= 1) == (wanted, True), (
             f"lease {lease.id} has shares of {sizes} bytes, which are not {wanted} divided among them"
         )
         for share in shares:
@@ -257,7 +257,9 @@ class _History:
         for holder_id in {each for holders in self.held_by.values() for each in +holders}:
             assert self.holders[holder_id].ended_at is None, f"holder {holder_id} has ended and holds"
         for share in (share for shares in self.shares.values() for share in shares):
-            assert (share.ended_at is None) == (share.lease_id in live), f"a share of lease {share.lease_id} did not end with it"
+            assert (share.ended_at is None) == (share.lease_id in live), (
+                f"a share of lease {share.lease_id} did not end with it"
+            )
         unfolded = _by(
             (each for shares in self.shares.values() for each in shares if each.ended_at and not each.folded_at),
             "device_id",

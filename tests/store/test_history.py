@@ -121,7 +121,8 @@ ILLEGAL = {
     "released after it had ended": line("released", "group"),
     "was released, and is reclaimed": "UPDATE jayrun.leases SET end_reason = 'reclaimed' WHERE id = %(group)s",
     "other leases live": """
-        UPDATE jayrun.leases SET ended_at = now(), end_reason = 'released', holder_count = 0 WHERE id = %(kept)s""",
+        UPDATE jayrun.leases SET ended_at = now(), end_reason = 'released', holder_count = 0
+        WHERE id = %(kept)s""",
     "did not end with it": "UPDATE jayrun.lease_shares SET ended_at = NULL, folded_at = NULL WHERE lease_id = %(group)s",
     "did not end with ": "UPDATE jayrun.lease_shares SET ended_at = now() WHERE lease_id = %(kept)s",
     # what was asked for, whole
