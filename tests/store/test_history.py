@@ -123,7 +123,8 @@ ILLEGAL = {
     "other leases live": """
         UPDATE jayrun.leases SET ended_at = now(), end_reason = 'released', holder_count = 0
         WHERE id = %(kept)s""",
-    "did not end with it": "UPDATE jayrun.lease_shares SET ended_at = NULL, folded_at = NULL WHERE lease_id = %(group)s",
+    "did not end with it": """
+        UPDATE jayrun.lease_shares SET ended_at = NULL, folded_at = NULL WHERE lease_id = %(group)s""",
     "did not end with ": "UPDATE jayrun.lease_shares SET ended_at = now() WHERE lease_id = %(kept)s",
     # what was asked for, whole
     "has 1 shares of 2 to 2": """

@@ -6,7 +6,7 @@ A crash is a real process that is killed; whether it is dead is asked of the ker
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
@@ -23,7 +23,6 @@ from hypothesis.stateful import (
     get_state_machine_test,
     initialize,
     invariant,
-    precondition,
     rule,
 )
 from model import ADMITTED, CANCELLED, FAILED, READY, RUNNING, SUCCEEDED, WAITING, Lease, Model, Process, Work
@@ -47,22 +46,16 @@ Sql = psycopg.Connection[tuple[Any, ...]]
 GB = 10**9
 BYPASS_LIMIT, CRASH_LIMIT = 2, 3
 OPERATORS = ("Embed", "Train")
-MOST_PROCESSES = 6
 MOST_WORKS = 14
 
-anyone = st.integers(0, 10_000)
-"""Which of those there are, wherever the number leads."""
 requests = st.one_of(
     st.builds(cuda, st.sampled_from([4, 8, 12, 16])),
     st.builds(cuda, st.sampled_from([4, 12]), device_id=st.sampled_from([0, 1])),
     st.builds(cuda, st.sampled_from([0, 8]), exclusive=st.just(True)),
     st.builds(cuda_group, st.just(2), st.sampled_from([4, 8]), exclusive=st.booleans()),
 )
+often = st.sampled_from([True, True, True, False])
 priorities = st.sampled_from([0, 0, 0, 1])
-
-
-def one_of(of: Sequence[T], number: int) -> T:
-    return of[number % len(of)]
 
 
 def same(found: Sequence[tuple[Any, ...]], meant: Sequence[tuple[Any, ...]]) -> None:
@@ -71,8 +64,12 @@ def same(found: Sequence[tuple[Any, ...]], meant: Sequence[tuple[Any, ...]]) -> 
     assert len(found) == len(meant)
 
 
-def there_is(what: Callable[[BookMachine], Sequence[Any]]) -> Callable[[Any], Any]:
-    return precondition(lambda machine: bool(what(machine)))
+# What happens, and how often.
+ACTS = (
+    "ask_first " * 6 + "ask_for_more " * 3 + "attend " * 5 + "release " * 5 + "finish " * 3 + "join " * 2 + "too_late "
+    "submit submit accept " + "go_on " * 7 + "crash crash depart sweep cancel time_out nobody_claims "
+    "declare set_state set_state remove"
+).split()
 
 
 class BookMachine(RuleBasedStateMachine):
@@ -95,13 +92,20 @@ class BookMachine(RuleBasedStateMachine):
         self.sql.execute("UPDATE jayrun.settings SET bypass_limit = %s, crash_limit = %s", (BYPASS_LIMIT, CRASH_LIMIT))
         self.host_id = holders.attest_host(self.book, "test-host")
         self.model = Model(self.host_id, bypass_limit=BYPASS_LIMIT, crash_limit=CRASH_LIMIT)
-        self.declare(0, 16, False)
-        self.declare(1, 16, False)
+        self._declare(0, 16)
+        self._declare(1, 16)
         for role in ("runtime", "runtime", "worker"):
             self.arrive(role)
 
-    @precondition(lambda self: len(self.acting()) < MOST_PROCESSES)
-    @rule(role=st.sampled_from(["runtime", "worker"]))
+    @rule(what=st.sampled_from(ACTS), data=st.data())
+    def happens(self, what: str, data: st.DataObject) -> None:
+        """One rule for all: rules of a machine are switched off in turn, and here little goes without the others."""
+        self.draw = data.draw
+        getattr(self, what)()
+
+    def pick(self, of: Sequence[T]) -> T:
+        return of[self.draw(st.integers(0, len(of) - 1))]
+
     def arrive(self, role: str) -> None:
         child = self.spare.pop() if self.spare else subprocess.Popen(["sleep", "1000"])
         who = kernel.incarnation(child.pid)
@@ -109,7 +113,7 @@ class BookMachine(RuleBasedStateMachine):
         self.children[holder.id] = child
         self.model.processes[holder.id] = Process(holder.id, is_worker=role == "worker")
         if role == "worker":
-            self.accept(-1, OPERATORS)
+            self._accept(self.model.processes[holder.id], OPERATORS)
 
     def acting(self, *, workers: bool | None = None) -> list[Process]:
         """The processes that may still do something."""
@@ -133,12 +137,6 @@ class BookMachine(RuleBasedStateMachine):
             if detached in (None, work.detached) and (work.process is None or work.process in self.acting())
         ]
 
-    def running(self) -> list[Work]:
-        return self.works(RUNNING)
-
-    def running_here(self) -> list[Work]:
-        return self.works(RUNNING, detached=False)
-
     def holds_in_use(self) -> list[tuple[Lease, tuple[UUID, int]]]:
         acting = {process.id for process in self.acting()}
         return [
@@ -151,20 +149,16 @@ class BookMachine(RuleBasedStateMachine):
 
     # --- asking --------------------------------------------------------------------------------------------------
 
-    @there_is(programs)
-    @precondition(lambda self: len(self.model.in_state(READY, RUNNING, WAITING, ADMITTED)) < MOST_WORKS)
-    @rule(who=anyone, request=requests, priority=priorities, wait=st.sampled_from([True, True, True, False]))
-    def ask_first(self, who: int, request: Request, priority: int, wait: bool) -> None:
-        work = Work(uuid4(), one_of(self.programs(), who), priority)
-        self._ask(work, request, wait=wait)
+    def ask_first(self) -> None:
+        """One or several programs ask for the first time."""
+        for request in self.draw(st.lists(requests, min_size=1, max_size=3)):
+            if len(self.model.in_state(READY, RUNNING, WAITING, ADMITTED)) < MOST_WORKS:
+                work = Work(uuid4(), self.pick(self.programs()), self.draw(priorities))
+                self._ask(work, request, wait=self.draw(often))
 
-    @there_is(running)
-    @rule(which=anyone, request=requests)
-    def ask_for_more(self, which: int, request: Request) -> None:
-        work = one_of(self.running(), which)
-        if work.position < len(work.recorded):  # it was tried before, and asks the same
-            request = work.recorded[work.position]
-        self._ask(work, request, wait=True)
+    def ask_for_more(self) -> None:
+        if running := self.works(RUNNING):
+            self._ask(self.pick(running), self.draw(requests), wait=True)
 
     def _ask(self, work: Work, request: Request, *, wait: bool) -> None:
         process = work.process
@@ -181,7 +175,8 @@ class BookMachine(RuleBasedStateMachine):
             detached=work.detached,
             operator=work.operator,
         )
-        again = work.position < len(work.recorded)
+        again = work.position < len(work.recorded)  # it was tried before, and asks the same
+        request = work.recorded[work.position] if again else request
         ask = Ask(
             asker=Member(
                 execution=execution,
@@ -212,11 +207,13 @@ class BookMachine(RuleBasedStateMachine):
         [(age,)] = self.sql.execute("SELECT age FROM jayrun.executions WHERE id = %s", (work.id,)).fetchall()
         return int(age)
 
-    @there_is(lambda self: self.works(WAITING, ADMITTED, detached=False))
-    @rule(which=anyone)
-    def attend(self, which: int) -> None:
+    def attend(self) -> None:
         """The process of one that waits shows life; it claims what was granted."""
-        work = one_of(self.works(WAITING, ADMITTED, detached=False), which)
+        granted = self.works(ADMITTED, detached=False)
+        if waiting := granted or self.works(WAITING, detached=False):
+            self._attend(self.pick(waiting))
+
+    def _attend(self, work: Work) -> None:
         attended = executions.attend(self.book, [work.id])
         woken, work.dormant = work.dormant, False
         assert attended.woken == woken
@@ -241,12 +238,11 @@ class BookMachine(RuleBasedStateMachine):
 
     # --- letting go ----------------------------------------------------------------------------------------------
 
-    @there_is(holds_in_use)
-    @rule(which=anyone, combines=st.sampled_from([True, True, False]))
-    def release(self, which: int, combines: bool) -> None:
-        """`combines`: or its author dies before it has handed the capacity on, and whoever comes next does."""
-        lease, hold = one_of(self.holds_in_use(), which)
-        self._leave(self.model.processes[hold[0]], [(lease, hold)], combines=combines)
+    def release(self) -> None:
+        """Or its author dies before it has handed the capacity on, and whoever comes next does."""
+        if holds := self.holds_in_use():
+            lease, hold = self.pick(holds)
+            self._leave(self.model.processes[hold[0]], [(lease, hold)], combines=self.draw(often))
 
     def _leave(
         self,
@@ -278,63 +274,57 @@ class BookMachine(RuleBasedStateMachine):
         assert row is not None
         return Held(row[0], row[1], hold)
 
-    @there_is(running_here)
-    @rule(which=anyone, keeps_its_data=st.booleans())
-    def finish(self, which: int, keeps_its_data: bool) -> None:
-        work = one_of(self.running_here(), which)
+    def finish(self) -> None:
+        if not (running := self.works(RUNNING, detached=False)):
+            return
+        work = self.pick(running)
         process = work.process
         assert process is not None
+        keeps_its_data = self.draw(st.booleans())
         mine = [] if keeps_its_data else [(each, (process.id, 0)) for each in self.model.of_invocation(work)]
         self._leave(process, [(lease, hold) for lease, hold in mine if hold in lease.holds], finished=work)
 
-    @there_is(holds_in_use)
-    @rule(which=anyone, who=anyone)
-    def join(self, which: int, who: int) -> None:
-        lease, _ = one_of(self.holds_in_use(), which)
-        process = one_of(self.acting(), who)
-        self.holds += 1
-        leases.join(self.book, Holder(process.id, self.host_id), self._held(lease, self.holds))
-        lease.holds.add((process.id, self.holds))
+    def join(self) -> None:
+        if holds := self.holds_in_use():
+            lease, _ = self.pick(holds)
+            process = self.pick(self.acting())
+            self.holds += 1
+            leases.join(self.book, Holder(process.id, self.host_id), self._held(lease, self.holds))
+            lease.holds.add((process.id, self.holds))
 
-    @there_is(lambda self: self.model.ended)
-    @there_is(acting)
-    @rule(which=anyone, who=anyone)
-    def too_late(self, which: int, who: int) -> None:
+    def too_late(self) -> None:
         """A lease that has ended is joined by nobody, and a late release of it changes nothing."""
-        slot = one_of(list(self.model.ended), which)
-        process = one_of(self.acting(), who)
-        held = self._held(Lease(slot, (), set()))
-        with pytest.raises(LeaseLost):
-            leases.join(self.book, Holder(process.id, self.host_id), held)
-        leases.release(self.book, self.host_id, process.id, [held])
+        if self.model.ended:
+            held = self._held(Lease(self.pick(list(self.model.ended)), (), set()))
+            process = self.pick(self.acting())
+            with pytest.raises(LeaseLost):
+                leases.join(self.book, Holder(process.id, self.host_id), held)
+            leases.release(self.book, self.host_id, process.id, [held])
 
     # --- those who are gone --------------------------------------------------------------------------------------
 
-    @there_is(acting)
-    @rule(who=anyone)
-    def crash(self, who: int) -> None:
-        process = one_of(self.acting(), who)
+    def crash(self) -> None:
+        """Whoever asks next may be the first to notice, or a pass."""
+        process = self.pick(self.acting())
         child = self.children.pop(process.id)
         child.kill()
         child.wait()
         process.gone = True
+        self.arrive("worker" if process.is_worker else "runtime")
 
-    @rule()
     def sweep(self) -> None:
         assert reclaim.sweep(self.book, self.host_id) == self.model.bury()
         self._combine()
 
-    @there_is(acting)
-    @rule(who=anyone)
-    def depart(self, who: int) -> None:
-        process = one_of(self.acting(), who)
+    def depart(self) -> None:
+        process = self.pick(self.acting())
         holders.leave(self.book, Holder(process.id, self.host_id))
         self.model.end(process, crashed=False)
         self._combine()
+        self.arrive("worker" if process.is_worker else "runtime")
 
-    @precondition(lambda self: self.model.in_state(ADMITTED))
-    @rule()
     def nobody_claims(self) -> None:
+        """Nothing that is granted is claimed in time."""
         self.sql.execute("UPDATE jayrun.settings SET claim_seconds = 0.000001")
         assert executions.return_unclaimed(self.book, self.host_id) == self.model.return_unclaimed()
         self.sql.execute("UPDATE jayrun.settings SET claim_seconds = DEFAULT")
@@ -342,10 +332,10 @@ class BookMachine(RuleBasedStateMachine):
 
     # --- administrators ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.model.works)
-    @rule(which=anyone)
-    def cancel(self, which: int) -> None:
-        work = one_of(list(self.model.works.values()), which)
+    def cancel(self) -> None:
+        if not self.model.works:
+            return
+        work = self.pick(list(self.model.works.values()))
         look = submissions.cancel(self.book, work.id, who="me")
         if work.state in (WAITING, ADMITTED):
             self.model.withdraw(work, CANCELLED)
@@ -358,18 +348,18 @@ class BookMachine(RuleBasedStateMachine):
         self.model.combine()
         assert look.state is work.state
 
-    @there_is(lambda self: self.works(WAITING, ADMITTED, detached=False))
-    @rule(which=anyone)
-    def time_out(self, which: int) -> None:
-        work = one_of(self.works(WAITING, ADMITTED, detached=False), which)
-        assert executions.withdraw(self.book, work.id, state=FAILED, failure={"type": "PlacementTimeout"})
-        self.model.withdraw(work, FAILED)
-        self._combine()
+    def time_out(self) -> None:
+        if waiting := self.works(WAITING, ADMITTED, detached=False):
+            work = self.pick(waiting)
+            assert executions.withdraw(self.book, work.id, state=FAILED, failure={"type": "PlacementTimeout"})
+            self.model.withdraw(work, FAILED)
+            self._combine()
 
-    @rule(
-        index=st.integers(0, 2), memory_gb=st.sampled_from([8, 16, 24]), exclusive_only=st.just(False) | st.booleans()
-    )
-    def declare(self, index: int, memory_gb: int, exclusive_only: bool) -> None:
+    def declare(self) -> None:
+        index, memory_gb = self.draw(st.integers(0, 2)), self.draw(st.sampled_from([8, 16, 16, 24]))
+        self._declare(index, memory_gb, exclusive_only=not self.draw(often))
+
+    def _declare(self, index: int, memory_gb: int, *, exclusive_only: bool = False) -> None:
         told = RuntimeDevice(Device.GPU, [Backend.CUDA], index, memory_gb, exclusive_only)
         devices.declare(self.book, self.host_id, [told])
         [(device_id,)] = self.sql.execute("SELECT id FROM jayrun.devices WHERE host_index = %s", (index,)).fetchall()
@@ -377,18 +367,19 @@ class BookMachine(RuleBasedStateMachine):
         self.model.declare(device_id, index, memory_gb * GB, exclusive_only=exclusive_only)
         self._combine()
 
-    @precondition(lambda self: self.model.devices)
-    @rule(which=anyone, state=st.sampled_from([*DeviceState, DeviceState.ONLINE]))
-    def drain_or_resume(self, which: int, state: DeviceState) -> None:
-        index = one_of(sorted(self.model.devices), which)
-        devices.set_state(self.book, self.host_id, kind="gpu", host_index=index, state=state)
-        self.model.set_state(index, state)
-        self._combine()
+    def set_state(self) -> None:
+        """Devices drain, go offline, and come back."""
+        if self.model.devices:
+            index = self.pick(sorted(self.model.devices))
+            state = self.draw(st.sampled_from([*DeviceState, *[DeviceState.ONLINE] * 3]))
+            devices.set_state(self.book, self.host_id, kind="gpu", host_index=index, state=state)
+            self.model.set_state(index, state)
+            self._combine()
 
-    @precondition(lambda self: self.model.devices)
-    @rule(which=anyone)
-    def remove(self, which: int) -> None:
-        index = one_of(sorted(self.model.devices), which)
+    def remove(self) -> None:
+        if not self.model.devices:
+            return
+        index = self.pick(sorted(self.model.devices))
         [device] = [each for each in self.model.fleet() if each.host_index == index]
         if device.share_count:
             with pytest.raises(DeviceInUse):
@@ -400,29 +391,29 @@ class BookMachine(RuleBasedStateMachine):
 
     # --- submitted work ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.model.in_state(READY, RUNNING, WAITING, ADMITTED)) < MOST_WORKS)
-    @rule(operator=st.sampled_from(OPERATORS), priority=priorities)
-    def submit(self, operator: str, priority: int) -> None:
-        key = submissions.submit(self.book, submission(operator, {}, priority=priority))
-        self.model.works[key] = Work(key, None, priority, operator, age=self._next_age(), state=READY)
+    def submit(self) -> None:
+        for operator in self.draw(st.lists(st.sampled_from(OPERATORS), min_size=1, max_size=2)):
+            if len(self.model.in_state(READY, RUNNING, WAITING, ADMITTED)) < MOST_WORKS:
+                priority = self.draw(priorities)
+                key = submissions.submit(self.book, submission(operator, {}, priority=priority))
+                self.model.works[key] = Work(key, None, priority, operator, age=self._next_age(), state=READY)
 
-    @there_is(workers)
-    @rule(who=anyone, operators=st.sampled_from([(), OPERATORS[:1], OPERATORS, OPERATORS]))
-    def accept(self, who: int, operators: Sequence[str]) -> None:
+    def accept(self) -> None:
         """A worker gets ready, or drains."""
-        worker = one_of(self.workers(), who)
+        self._accept(self.pick(self.workers()), self.draw(st.sampled_from([(), OPERATORS[:1], OPERATORS, OPERATORS])))
+
+    def _accept(self, worker: Process, operators: Sequence[str]) -> None:
         claims.accept(self.book, worker.id, operators)
         worker.operators, worker.silent = tuple(operators), False
 
-    @there_is(workers)
-    @rule(who=anyone, state=st.sampled_from([SUCCEEDED, FAILED, READY]))
-    def go_on(self, who: int, state: ExecutionState) -> None:
-        """A worker ends what it runs, if it runs something, and takes the next."""
-        worker = one_of(self.workers(), who)
+    def go_on(self) -> None:
+        """A worker ends what it runs, if it runs something, and takes the next, which asks."""
+        worker = self.pick(self.workers())
         done = None
         for work in [each for each in self.works(RUNNING, detached=True) if each.process is worker]:
             mine = [(each, (worker.id, 0)) for each in self.model.of_invocation(work)]
             self._leave(worker, [(lease, hold) for lease, hold in mine if hold in lease.holds])
+            state = self.draw(st.sampled_from([SUCCEEDED, FAILED, READY]))
             done = Done(id=work.id, claim=work.claim, state=state)
             if state is READY and not work.cancelling:
                 self.model.ready_again(work)
@@ -437,6 +428,8 @@ class BookMachine(RuleBasedStateMachine):
             taken = self.model.take(worker, before_waiting=True)
         assert isinstance(taken, Work | None)
         self._same_taken(found.taken, taken)
+        if taken is not None:
+            self._ask(taken, self.draw(requests), wait=True)
 
     def _same_taken(self, found: Taken | None, work: Work | None) -> None:
         assert (None if found is None else found.id) == (None if work is None else work.id)
@@ -522,7 +515,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.parametrize(
-    ("histories", "steps"), [(30, 40), pytest.param(300, 80, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("histories", "steps"), [(15, 50), pytest.param(200, 80, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_the_book_does_what_the_rules_say(book: Book, sql: Sql, histories: int, steps: int) -> None:
     with children() as spare:
