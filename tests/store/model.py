@@ -87,7 +87,7 @@ class Lease:
 
     slot: Slot
     shares: tuple[Share, ...]
-    holds: set[tuple[UUID, int]]
+    holds: list[tuple[UUID, int]]
 
 
 class Model:
@@ -204,7 +204,7 @@ class Model:
             slot = (work.id, position, work.invocation)
             assert slot not in self.leases
             assert slot not in self.ended
-            self.leases[slot] = Lease(slot, shares, {(work.process.id, 0)})
+            self.leases[slot] = Lease(slot, shares, [(work.process.id, 0)])
 
     def reserve(self, work: Work, request: Request, age: int, *, wait: bool) -> str:
         """A running invocation asks; what it is told. `age`: the number that is drawn if it has to be written."""
@@ -252,7 +252,7 @@ class Model:
     # --- what ends -----------------------------------------------------------------------------------------------
 
     def leave(self, lease: Lease, hold: tuple[UUID, int], reason: EndReason = EndReason.RELEASED) -> None:
-        lease.holds.discard(hold)
+        lease.holds.remove(hold)
         if not lease.holds:
             del self.leases[lease.slot]
             self.ended[lease.slot] = reason

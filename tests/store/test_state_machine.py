@@ -143,7 +143,7 @@ class BookMachine(RuleBasedStateMachine):
             (lease, hold)
             for lease in self.model.leases.values()
             if self.model.works[lease.slot[0]].state is not ADMITTED
-            for hold in sorted(lease.holds)
+            for hold in lease.holds
             if hold[0] in acting
         ]
 
@@ -290,12 +290,12 @@ class BookMachine(RuleBasedStateMachine):
             process = self.pick(self.acting())
             self.holds += 1
             leases.join(self.book, Holder(process.id, self.host_id), self._held(lease, self.holds))
-            lease.holds.add((process.id, self.holds))
+            lease.holds.append((process.id, self.holds))
 
     def too_late(self) -> None:
         """A lease that has ended is joined by nobody, and a late release of it changes nothing."""
         if self.model.ended:
-            held = self._held(Lease(self.pick(list(self.model.ended)), (), set()))
+            held = self._held(Lease(self.pick(list(self.model.ended)), (), []))
             process = self.pick(self.acting())
             with pytest.raises(LeaseLost):
                 leases.join(self.book, Holder(process.id, self.host_id), held)
