@@ -16,6 +16,7 @@ import psycopg
 import pytest
 import work_for_workers as work
 from fleet import MakeRuntime, Scene, cuda, gpus, scene
+from history import replay
 from processes import PATIENCE, command, until
 
 from jayrun import RetryPolicy, Runtime, Ticket
@@ -97,6 +98,7 @@ def let_go(here: Scene, lease: Lease) -> None:
 def assert_clean(sql: Sql) -> None:
     assert sql.execute("SELECT * FROM jayrun_audit.violations").fetchall() == []
     until(lambda: sql.execute("SELECT count(*) FROM jayrun.leases WHERE ended_at IS NULL").fetchone() == (0,))
+    replay(sql)
 
 
 # --- submitting ------------------------------------------------------------------------------------------------------
