@@ -524,7 +524,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.parametrize(
-    ("histories", "steps"), [(16, 60), pytest.param(80, 100, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("histories", "steps"), [(20, 60), pytest.param(60, 80, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_the_book_does_what_the_rules_say(book: Book, sql: Sql, histories: int, steps: int) -> None:
     with children() as spare:
