@@ -16,7 +16,7 @@ from .db import db
 from .demo import demo
 from .devices import devices
 from .executions import executions
-from .exits import FAILED, exit_code
+from .exits import FAILED, INTERRUPTED, exit_code
 from .leases import leases
 from .queue import queue
 from .reconciler import reconciler
@@ -79,6 +79,8 @@ def main() -> None:
     except JayrunError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(exit_code(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -83,7 +83,10 @@ def attest_host(book: Book, explicit_identity: str | None) -> int:
 def register(
     book: Book, host_id: int, *, role: str, label: str = "", command: str = "", incarnation: Incarnation | None = None
 ) -> Holder:
-    """Make a process a holder of the book (default: this one); `role` is runtime, command, worker or supervisor."""
+    """Make a process a holder of the book (default: this one).
+
+    `role` is runtime, command, wrapper, worker or supervisor.
+    """
     who = incarnation or kernel.incarnation()
     holder = Holder(new_id(), host_id)
     values = (holder.id, host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks)

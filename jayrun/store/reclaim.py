@@ -10,6 +10,7 @@ from psycopg import Connection as PgConnection
 
 from jayrun import kernel, probes
 from jayrun.domain.liveness import Incarnation, Verdict
+from jayrun.store import heirs
 from jayrun.store.transactions import Book
 
 # An older boot of this host is over once it has been silent for the TTL; by the database's clock alone.
@@ -88,7 +89,7 @@ def sweep(book: Book, host_id: int) -> int:
     """
 
     def unit(pg: PgConnection[Any]) -> int:
-        dead = find_dead(pg.execute, host_id)
+        dead = heirs.without_heirs(pg, find_dead(pg.execute, host_id))
         for holder_id in dead:
             probes.reach("sweep.dead")
             end_holder(pg, holder_id, reason="dead")
