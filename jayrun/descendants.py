@@ -56,8 +56,9 @@ def bearers(variable: str, values: Collection[str]) -> list[tuple[str, Process]]
         known = len(found)
         for pid in _pids():
             value = _variable(pid, variable)
-            # Read once more, now that it is known which process it is that has this pid.
-            if value in values and (process := _look_at(pid)) is not None and _variable(pid, variable) == value:
+            if value is None or value not in values or (process := _look_at(pid)) is None:
+                continue
+            if _variable(pid, variable) == value:  # read once more, now that it is known who has this pid
                 found.setdefault(process.who, (value, process))
         if len(found) == known:  # what was started while we looked may have been missed: until nobody new is seen
             return list(found.values())

@@ -72,7 +72,8 @@ def run_command(
     who = kernel.incarnation(child.pid)
     text = " ".join(command)[:200]
     holder = holders.register(book, host_id, role="command", label=terms.label, command=text, incarnation=who)
-    wrapped = _Wrapped(child, book, holder, terms, os.path.basename(command[0]))
+    leftovers = Leftovers(child, since_ticks=who.start_ticks)
+    wrapped = _Wrapped(child, leftovers, book, holder, terms, name=os.path.basename(command[0]))
     probes.reach("command.registered")
     try:
         if wrapped.take_turn(waiting):
@@ -90,8 +91,11 @@ def run_command(
 class _Wrapped:
     """A command, and what the book knows of it: its execution, its lease, and the two processes that hold it."""
 
-    def __init__(self, child: PausedChild, book: Book, holder: Holder, terms: Terms, name: str) -> None:
+    def __init__(
+        self, child: PausedChild, leftovers: Leftovers, book: Book, holder: Holder, terms: Terms, *, name: str
+    ) -> None:
         self._child = child
+        self._leftovers = leftovers
         self._book = book
         self._holder = holder
         self._terms = terms
@@ -204,11 +208,10 @@ class _Wrapped:
         """The command has ended: tell the book, and leave the lease once nothing of it runs. Returns its exit code."""
         code = self._child.wait()
         probes.reach("command.ended")
-        leftovers = Leftovers(self._child)
-        lingering = self._lease is not None and leftovers.exist()
+        lingering = self._lease is not None and self._leftovers.exist()
         self._tell(code, gone=not lingering)
         if lingering:
-            leftovers.see_out(self._terms.on_exit, show_life=self._show_life, beat_seconds=BEAT_SECONDS)
+            self._leftovers.see_out(self._terms.on_exit, show_life=self._show_life, beat_seconds=BEAT_SECONDS)
             self._tell(code, gone=True)
         return code
 

@@ -27,12 +27,15 @@ class OnExit(StrEnum):
 
 
 class Leftovers:
-    """The descendants that `child` left running when it ended; as orphans they became children of this process."""
+    """The descendants that `child` left running when it ended; as orphans they became children of this process.
 
-    def __init__(self, child: PausedChild) -> None:
+    What was started before `since_ticks`, when the child was, is none of it: children of a shell that became this
+    process by `exec`.
+    """
+
+    def __init__(self, child: PausedChild, *, since_ticks: int) -> None:
         self._child = child
-        # What was started before the command is none of it: children of a shell that became this process by `exec`.
-        self._since_ticks = kernel.start_ticks(child.pid) or 0
+        self._since_ticks = since_ticks
         self._told_to_end = False
         self._kill_at: float | None = None
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from jayrun import kernel
@@ -111,7 +111,7 @@ def _execute_when_told(
     go_reader: int,
     failed_writer: int,
     heeded: frozenset[signal.Signals],
-    mask: set[signal.Signals],
+    mask: Collection[int],
 ) -> NoReturn:
     """In the child: default signals, wait for the environment, become the command. Never returns."""
     try:
