@@ -27,15 +27,17 @@ class Process:
     user_name: str
 
 
+def children(pid: int) -> list[int]:
+    """The pids of the children of `pid` that can be seen."""
+    return _children_by_parent().get(pid, [])
+
+
 def below(pid: int, *, since_ticks: int) -> list[Process]:
-    """The living processes below `pid`: its children, theirs, and so on.
+    """The living processes below `pid` that can be seen: its children, theirs, and so on.
 
     A child that started before `since_ticks` (clock ticks since boot) is passed over with all that is below it.
     """
-    children: dict[int, list[int]] = {}
-    for each in _pids():
-        if (parent := _parent(each)) is not None:
-            children.setdefault(parent, []).append(each)
+    children = _children_by_parent()
     waiting = [each for each in children.get(pid, ()) if (kernel.start_ticks(each) or 0) >= since_ticks]
     found = []
     while waiting:
@@ -52,16 +54,14 @@ def bearers(variable: str, values: Collection[str]) -> list[tuple[str, Process]]
     Where the environment cannot be read (another user's process, unless the reader is root) a process is passed over.
     """
     found: dict[Incarnation, tuple[str, Process]] = {}
-    while True:
-        known = len(found)
+    for _ in range(2):  # a process that ends while it starts another one may slip through one look with both
         for pid in _pids():
             value = _variable(pid, variable)
             if value is None or value not in values or (process := _look_at(pid)) is None:
                 continue
             if _variable(pid, variable) == value:  # read once more, now that it is known who has this pid
                 found.setdefault(process.who, (value, process))
-        if len(found) == known:  # what was started while we looked may have been missed: until nobody new is seen
-            return list(found.values())
+    return list(found.values())
 
 
 def send(process: Process, number: int) -> None:
@@ -74,6 +74,14 @@ def send(process: Process, number: int) -> None:
                 signal.pidfd_send_signal(pidfd, number)
         finally:
             os.close(pidfd)
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for each in _pids():
+        if (parent := _parent(each)) is not None:
+            found.setdefault(parent, []).append(each)
+    return found
 
 
 def _pids() -> list[int]:

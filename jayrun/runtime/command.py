@@ -196,13 +196,15 @@ class _Wrapped:
     def _show_life(self) -> None:
         beat: Callable[[Book, Holder], object] = holders.beat
         with contextlib.suppress(BookError):
-            ended = [beat(self._book, holder) is False for holder in self._holders]
-            if all(ended) and not self._lost and self._lease is not None:
+            first, *_ = [beat(self._book, holder) for holder in self._holders]
+            if first is False and not self._lost:  # the book has ended it
                 self._lost = True
+                assert self._lease is not None
                 say(
-                    f"jayrun: lease {self._lease.id} was taken away: an administrator ended it, or had this host "
-                    "forgotten; the command goes on without a lease, on devices that may be somebody else's now"
+                    f"jayrun: lease {self._lease.id} was taken away: an administrator ended its holder, or had this "
+                    "host forgotten; the command goes on without a lease, on devices that may be given to others"
                 )
+                self.leave()  # the other process held it for the same command
 
     def conclude(self) -> int:
         """The command has ended: tell the book, and leave the lease once nothing of it runs. Returns its exit code."""
@@ -222,20 +224,20 @@ class _Wrapped:
             if self._lease is not None:
                 state = ExecutionState.SUCCEEDED if code == 0 else ExecutionState.FAILED
                 failure = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
-                self._release(self._holder, [Finished(self._execution.id, state, failure)])
+                self._release(self._holder, self._lease, [Finished(self._execution.id, state, failure)])
             holders.leave(self._book, self._holder)
             self._holders = [self._own] if self._own is not None else []
             probes.reach("command.told")
             if gone:
-                if self._own is not None:
-                    self._release(self._own)
+                if self._own is not None and self._lease is not None:
+                    self._release(self._own, self._lease)
                 self.leave()
         except BookError as error:
             say(f"jayrun: the command has ended, but the book could not be told yet: {error}")
 
-    def _release(self, holder: Holder, finished: Sequence[Finished] = ()) -> None:
-        released = [] if self._lease is None else [(self._lease.id, self._lease.epoch)]
-        leases.settle(self._book, holder.host_id, holder.id, released=released, finished=finished)
+    def _release(self, holder: Holder, lease: Lease, finished: Sequence[Finished] = ()) -> None:
+        held = Held(lease.id, lease.epoch)
+        leases.settle(self._book, holder.host_id, holder.id, released=[held], finished=finished)
 
     def leave(self) -> None:
         """Its processes are holders no more; whoever waits is served."""

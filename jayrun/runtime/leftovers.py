@@ -43,8 +43,9 @@ class Leftovers:
         """Whether one still lives. Collects the ends of those that do not."""
         if not collect_orphans(self._child):
             return False
-        # One that is handed on to us meanwhile may slip through one look.
-        return any(self._living() for _ in range(2))
+        ticks = [kernel.start_ticks(each) for each in descendants.children(os.getpid())]
+        # A child that cannot be seen is another user's, where /proc hides those; or it became ours while we looked.
+        return not ticks or any(each is None or each >= self._since_ticks for each in ticks)
 
     def see_out(self, on_exit: OnExit, *, show_life: Callable[[], None], beat_seconds: float) -> None:
         """Stay until all are gone. To be ended, they get SIGTERM, and SIGKILL after `GRACE_SECONDS`.
@@ -120,7 +121,7 @@ def collect_orphans(child: PausedChild) -> bool:
 def _describe(processes: Sequence[Process], *, ending: bool) -> str:
     names = [f"{process.name} (pid {process.who.pid})" for process in processes[:5]]
     named = ", ".join(names + ([f"and {len(processes) - 5} more"] if len(processes) > 5 else []))
-    count = "1 process" if len(processes) == 1 else f"{len(processes)} processes"
+    count = "1 process" if len(processes) == 1 else f"{len(processes) or 'hidden'} processes"
     if ending:
         return f"jayrun: the command has ended; ending {count} that it left running: {named}"
     return (

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 from uuid import UUID
 
 from psycopg import Connection as PgConnection
 
-from jayrun import probes
+from jayrun import kernel, probes
 from jayrun.descendants import LEASE_VARIABLE, Process, bearers
+from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.store.ids import new_id
 from jayrun.store.texts import plain
 
-# A command whose wrapper lives is left to it: the wrapper knows the exit code, and holds the lease meanwhile.
-_DEAD_COMMANDS = """
-SELECT o.id, o.label, array_agg(DISTINCT x.lease_id::text), bool_or(o.role = 'command' AND EXISTS (
-    SELECT FROM jayrun.lease_holders y JOIN jayrun.holders w ON w.id = y.holder_id
-    WHERE y.lease_id = x.lease_id AND y.ended_at IS NULL AND w.role = 'wrapper' AND w.state = 'alive'
-      AND w.id <> ALL (%(dead)s::uuid[])))
-FROM jayrun.holders o JOIN jayrun.lease_holders x ON x.holder_id = o.id AND x.ended_at IS NULL
-WHERE o.id = ANY (%(dead)s::uuid[]) AND o.role IN ('command', 'wrapper') GROUP BY o.id, o.label
+_HELD_BY_DEAD = """
+SELECT x.lease_id::text, o.id, o.role, o.label, o.boot_id, o.pid_namespace, o.pid, o.start_ticks
+FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id
+WHERE x.ended_at IS NULL AND x.lease_id IN (
+    SELECT d.lease_id FROM jayrun.lease_holders d JOIN jayrun.holders c ON c.id = d.holder_id
+    WHERE d.holder_id = ANY (%s::uuid[]) AND d.ended_at IS NULL AND c.role IN ('command', 'wrapper'))
+ORDER BY x.lease_id, x.since
 """
 # The lock waits for whoever ends the lease just now, and lets two passes see each other's heirs.
 _LOCK_LEASE = "SELECT host_id FROM jayrun.leases WHERE id = %s AND ended_at IS NULL FOR UPDATE"
@@ -39,21 +41,40 @@ SELECT %(lease_id)s, id FROM jayrun.holders WHERE {_IS_IT} ORDER BY id LIMIT 1 F
 """
 
 
-def without_heirs(pg: PgConnection[Any], dead: Sequence[UUID]) -> list[UUID]:
-    """Those of the `dead` holders that may end now: what outlives a dead command or wrapper, and bears its lease in its
-    environment, has joined the lease; a dead command whose wrapper lives is not among them.
+def join_and_spare(pg: PgConnection[Any], dead: Sequence[UUID]) -> list[UUID]:
+    """Those of the `dead` holders that may end now. Where all holders of a wrapped command's lease are dead, the
+    processes that bear it in their environment have joined it by then.
 
+    Spared is a dead command whose wrapper lives: that one knows the exit code, and holds the lease meanwhile.
     Idempotent: a process is made a holder once, and joins a lease once.
     """
     if not dead:
         return []
-    rows = pg.execute(_DEAD_COMMANDS, {"dead": list(dead)}).fetchall()
-    left_to_wrappers = {holder_id for holder_id, _, _, has_wrapper in rows if has_wrapper}
-    labels = {lease_id: label for holder_id, label, ids, has_wrapper in rows if not has_wrapper for lease_id in ids}
-    for lease_id, process in sorted(bearers(LEASE_VARIABLE, labels), key=lambda found: found[0]) if labels else ():
-        _join(pg, lease_id, process, labels[lease_id])
-        probes.reach("heirs.joined")
-    return [holder_id for holder_id in dead if holder_id not in left_to_wrappers]
+    spared: set[UUID] = set()
+    heirless: dict[str, str] = {}  # the label by the lease
+    for lease_id, rows in groupby(pg.execute(_HELD_BY_DEAD, (list(dead),)).fetchall(), key=lambda row: row[0]):
+        holders = [_Held(row[1], row[2], row[3], Incarnation(*row[4:])) for row in rows]
+        # Asked again, since of two that die while two passes look, each pass may have found another one dead.
+        living = [held for held in holders if held.id not in dead and kernel.verdict(held.who) is not Verdict.DEAD]
+        if not living:
+            heirless[lease_id] = holders[0].label
+        elif any(held.role == "wrapper" for held in living):
+            spared |= {held.id for held in holders if held.id in dead}
+    if heirless:
+        for lease_id, heir in sorted(bearers(LEASE_VARIABLE, heirless), key=lambda found: found[0]):
+            _join(pg, lease_id, heir, heirless[lease_id])
+            probes.reach("heirs.joined")
+    return [holder_id for holder_id in dead if holder_id not in spared]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Who holds a lease."""
+
+    id: UUID
+    role: str
+    label: str
+    who: Incarnation
 
 
 def _join(pg: PgConnection[Any], lease_id: str, process: Process, label: str) -> None:

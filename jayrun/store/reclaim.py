@@ -89,7 +89,7 @@ def sweep(book: Book, host_id: int) -> int:
     """
 
     def unit(pg: PgConnection[Any]) -> int:
-        dead = heirs.without_heirs(pg, find_dead(pg.execute, host_id))
+        dead = heirs.join_and_spare(pg, find_dead(pg.execute, host_id))
         for holder_id in dead:
             probes.reach("sweep.dead")
             end_holder(pg, holder_id, reason="dead")
