@@ -53,7 +53,10 @@ def started(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.communicate(timeout=PATIENCE)
+        child.wait(PATIENCE)
+        for pipe in (child.stdout, child.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
