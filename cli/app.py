@@ -17,6 +17,8 @@ from .demo import demo
 from .devices import devices
 from .executions import executions
 from .exits import FAILED, INTERRUPTED, exit_code
+from .holders import holders
+from .hosts import hosts
 from .leases import leases
 from .queue import queue
 from .reconciler import reconciler
@@ -31,7 +33,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [
             *("run", "can", "devices", "leases", "queue", "why", "executions", "worker"),
-            *("db", "reconciler", "demo"),
+            *("holders", "hosts", "db", "reconciler", "demo"),
         ]
 
 
@@ -49,6 +51,8 @@ app.command()(why)
 app.command()(can)
 app.add_typer(executions, name="executions")
 app.command()(worker)
+app.add_typer(holders, name="holders")
+app.add_typer(hosts, name="hosts")
 app.command()(reconciler)
 app.command()(demo)
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from jayrun import kernel
-from jayrun.errors import BookError
+from jayrun.errors import BookError, HostClash
 from jayrun.runtime.reconciler import Pass, run_pass
 from jayrun.settings import Settings
 from jayrun.store import holders
@@ -72,6 +72,8 @@ def _loop(book: Book, settings: Settings, ending: threading.Event, *, every: flo
         try:
             did = _pass(book, settings)
             seconds = every or book.tick_seconds()
+        except HostClash:
+            raise
         except BookError as error:
             if outage_since is None:
                 outage_since = time.monotonic()

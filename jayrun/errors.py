@@ -115,8 +115,16 @@ class UnknownHost(BookError):
     """No such host in the book; the message says which exist."""
 
 
+class HostClash(BookError):
+    """Two machines that run both have one identity in the book; the message names them and says what to set."""
+
+
+class StillAlive(BookError):
+    """A host or holder that shows life was not declared gone; the message says what forcing it would risk."""
+
+
 class UnknownId(BookError):
-    """No lease or execution has this id; the message says how to list those that exist."""
+    """No lease, execution or holder has this id; the message says how to list those that exist."""
 
 
 class KeyTaken(BookError):

@@ -9,12 +9,23 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from jayrun.domain.liveness import Incarnation, Sighting, Verdict, judge
+from jayrun.domain.liveness import (
+    Incarnation,
+    Inhabitant,
+    Sighting,
+    Surroundings,
+    Verdict,
+    find_below,
+    judge,
+    judge_below,
+)
 
 _PROC = Path("/proc")
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's PROC_PID_INIT_INO
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -59,42 +70,165 @@ def pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-os.register_at_fork(after_in_child=pid_namespace.cache_clear)  # a child may be the first in a namespace of its own
-
-
-def start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat: when the process started, in clock ticks since boot. None when it cannot be read."""
-    fields = _stat(pid)
-    return None if fields is None else int(fields[19])
-
-
-def is_absent(pid: int) -> bool:
-    """Whether the kernel says that no such process exists, or that only its exit status is left (a zombie)."""
-    return _is_absent(pid, _stat(pid))
-
-
-def _is_absent(pid: int, fields: list[bytes] | None) -> bool:
-    if fields is None:  # gone, or not ours to see
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
-    if fields[0] not in (b"Z", b"X"):
-        return False
-    # The first thread of a living process may have ended before the others; then it looks like a zombie too.
+@cache
+def _proc_is_ours() -> bool:
+    """Whether /proc was mounted for this process's pid namespace, and not for one above it."""
     try:
-        return len(os.listdir(_PROC / str(pid) / "task")) <= 1
+        return os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         return False
 
 
-def _stat(pid: int) -> list[bytes] | None:
+# A child may be the first in a namespace of its own.
+os.register_at_fork(after_in_child=pid_namespace.cache_clear)
+os.register_at_fork(after_in_child=_proc_is_ours.cache_clear)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process of this pid namespace started, in clock ticks since boot. None when it cannot be read."""
+    return _look_at(pid)[0]
+
+
+def is_absent(pid: int) -> bool:
+    """Whether the kernel says that no such process exists, or that only its exit status is left (a zombie)."""
+    return _look_at(pid)[1]
+
+
+def incarnation(pid: int | None = None) -> Incarnation:
+    """The identity of a living process of this pid namespace (default: this one), as the book records it.
+
+    Raises ProcessLookupError when the process is gone.
+    """
+    pid = os.getpid() if pid is None else pid
+    if (ticks := start_ticks(pid)) is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return Incarnation(boot_id=boot_id(), pid_namespace=pid_namespace(), pid=pid, start_ticks=ticks)
+
+
+def verdict(recorded: Incarnation) -> Verdict:
+    """The kernel's judgement of a process of this very pid namespace: alive or dead; of any other it is unseen.
+
+    It is asked behind the gate, so it reads one file (some 10 microseconds).
+    """
+    ticks, absent = _look_at(recorded.pid)
+    return judge(recorded, Sighting(boot_id(), pid_namespace(), ticks, absent))
+
+
+_seen_before: dict[Incarnation, int] = {}
+
+
+def verdicts(recorded: Sequence[Incarnation]) -> list[Verdict]:
+    """The kernel's complete judgement: processes of other pid namespaces are looked for in those below this one.
+
+    Everyone recorded must have been alive already when this is called. It goes through /proc, once, if somebody is not
+    where this process saw it the last time.
+    """
+    global _seen_before
+    found = {each: verdict(each) for each in recorded}
+    before, _seen_before = _seen_before, {}
+    around: Surroundings | None = None
+    for each, judged in list(found.items()):
+        if judged is not Verdict.UNSEEN or each.boot_id != boot_id():
+            continue
+        view = Surroundings(_inhabitants(str(before.get(each, "")))[0], sees_all=False, is_first=False)
+        if (itself := find_below(each, view.inhabitants)) is None:
+            view = around = around or _surroundings()
+            itself = find_below(each, view.inhabitants)
+        if itself is not None:
+            _seen_before[each] = itself.seen_as
+        found[each] = judge_below(each, view)
+    return [found[each] for each in recorded]
+
+
+def _look_at(pid: int) -> tuple[int | None, bool]:
+    """When the process of this pid namespace started, in clock ticks since boot (None: it cannot be read), and whether
+    it is absent."""
+    place = str(pid) if _proc_is_ours() else _place_in_proc(pid)
+    if place is not None and (fields := _stat(place)) is not None:
+        return int(fields[19]), _is_over(place, fields)
+    try:  # gone, or not ours to see
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None, True
+    except PermissionError:
+        pass
+    return None, False
+
+
+def _place_in_proc(pid: int) -> str | None:
+    """What a process is called in a /proc of another pid namespace."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        return next(iter(_field(f"self/fdinfo/{pidfd}", "Pid:")), None)
+    except OSError:
+        return None
+    finally:
+        os.close(pidfd)
+
+
+def _surroundings() -> Surroundings:
+    """What /proc shows of the pid namespaces below."""
+    found, hidden = _inhabitants(*os.listdir(_PROC))
+    return Surroundings(
+        found,
+        sees_all=not hidden and _sees_others(),
+        is_first=_proc_is_ours() and pid_namespace() == _FIRST_PID_NAMESPACE,
+    )
+
+
+def _inhabitants(*places: str) -> tuple[list[Inhabitant], bool]:
+    """Those of these folders of /proc that are processes of pid namespaces below, and whether any would not say."""
+    found, hidden = [], False
+    for place in filter(str.isdigit, places):
+        try:
+            numbers = _field(f"{place}/status", "NSpid:")
+        except PermissionError:
+            hidden = True
+            continue
+        except OSError:  # it has ended
+            continue
+        if len(numbers) < 2:
+            continue
+        try:
+            namespace = os.stat(_PROC / place / "ns/pid").st_ino
+        except OSError:
+            namespace = None
+        fields = _stat(place)
+        ticks = None if fields is None else int(fields[19])
+        absent = fields is not None and _is_over(place, fields)
+        found.append(Inhabitant(int(place), int(numbers[-1]), namespace, ticks, absent))
+    return found, hidden
+
+
+def _sees_others() -> bool:
+    """Whether /proc shows us the processes of other users too: it does unless it was mounted with `hidepid`, which
+    would hide pid 1 from whoever may not look into it."""
+    me = os.geteuid()
+    try:
+        owner = os.stat("/proc/1").st_uid
+    except OSError:
+        return False
+    return (me == 0 or owner != me) and _stat("1") is not None
+
+
+def _is_over(place: str, fields: list[bytes]) -> bool:
+    """Whether only the exit status is left of the process (a zombie)."""
+    if fields[0] not in (b"Z", b"X"):
+        return False
+    # The first thread of a living process may have ended before the others; then it looks like a zombie too.
+    try:
+        return len(os.listdir(_PROC / place / "task")) <= 1
+    except OSError:
+        return False
+
+
+def _stat(place: str) -> list[bytes] | None:
     """The fields of /proc/PID/stat from the third on: the command before them may hold spaces and brackets."""
     try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{place}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -106,31 +240,12 @@ def _stat(pid: int) -> list[bytes] | None:
     return stat[stat.rindex(b")") + 2 :].split()
 
 
-def incarnation(pid: int | None = None) -> Incarnation:
-    """The identity of a living process (default: this one), as the book records it.
-
-    Raises ProcessLookupError when the process is gone.
-    """
-    pid = os.getpid() if pid is None else pid
-    ticks = start_ticks(pid)
-    if ticks is None:
-        raise ProcessLookupError(f"no process {pid}")
-    return Incarnation(boot_id=boot_id(), pid_namespace=pid_namespace(), pid=pid, start_ticks=ticks)
-
-
-def verdict(recorded: Incarnation) -> Verdict:
-    """The kernel's judgement of a recorded process: alive, dead, or unseen from here.
-
-    It is asked behind the gate, so it reads one file (some 10 microseconds).
-    """
-    fields = _stat(recorded.pid)
-    sighting = Sighting(
-        boot_id=boot_id(),
-        pid_namespace=pid_namespace(),
-        start_ticks=None if fields is None else int(fields[19]),
-        absent=_is_absent(recorded.pid, fields),
-    )
-    return judge(recorded, sighting)
+def _field(path: str, name: str) -> list[str]:
+    """The words after `name` in a file of /proc; none when it is not there. Raises OSError."""
+    for line in (_PROC / path).read_text(errors="replace").splitlines():
+        if line.startswith(name):
+            return line.split()[1:]
+    return []
 
 
 def kill(recorded: Incarnation) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from fleet import EMPTY
 
 from jayrun.embedded import Throwaway, start_throwaway
 from jayrun.settings import Settings
@@ -16,19 +17,6 @@ from jayrun.store import schema
 from jayrun.store.transactions import Book
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-# Deleting history is refused to everyone; only a session that switches triggers off may empty the book between tests.
-EMPTY = """
-SET session_replication_role = replica;
-DO $$ DECLARE t text; BEGIN
-    FOR t IN SELECT format('DELETE FROM jayrun.%I', tablename) FROM pg_tables
-             WHERE schemaname = 'jayrun' AND tablename NOT IN ('schema_revision', 'settings', 'gate')
-    LOOP EXECUTE t; END LOOP;
-END $$;
-DELETE FROM jayrun.settings;
-INSERT INTO jayrun.settings DEFAULT VALUES;
-SET session_replication_role = origin;
-"""
 
 
 @pytest.fixture(scope="session")

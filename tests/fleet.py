@@ -18,6 +18,19 @@ from jayrun.store.transactions import Book
 
 MakeRuntime = Callable[..., Runtime]
 
+# Deleting history is refused to everyone; only a session that switches triggers off may empty the book between tests.
+EMPTY = """
+SET session_replication_role = replica;
+DO $$ DECLARE t text; BEGIN
+    FOR t IN SELECT format('DELETE FROM jayrun.%I', tablename) FROM pg_tables
+             WHERE schemaname = 'jayrun' AND tablename NOT IN ('schema_revision', 'settings', 'gate')
+    LOOP EXECUTE t; END LOOP;
+END $$;
+DELETE FROM jayrun.settings;
+INSERT INTO jayrun.settings DEFAULT VALUES;
+SET session_replication_role = origin;
+"""
+
 
 def gpus(count: int, memory_gb: float = 24) -> list[RuntimeDevice]:
     return [RuntimeDevice(Device.GPU, [Backend.CUDA], index, memory_gb) for index in range(count)]

@@ -32,9 +32,7 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[ForkServer
     try:
         yield child
     finally:
-        if child.is_alive():
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
+        child.kill()
         child.join(PATIENCE)
         child.close()
 

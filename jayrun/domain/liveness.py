@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,6 +35,32 @@ class Sighting:
     absent: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Inhabitant:
+    """A process of a pid namespace below the observer's, which sees it as `seen_as`; `pid` is its number there.
+
+    `pid_namespace` and `start_ticks` are None where they cannot be read.
+    """
+
+    seen_as: int
+    pid: int
+    pid_namespace: int | None
+    start_ticks: int | None
+    absent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an observer sees of the pid namespaces below its own.
+
+    `sees_all`: nothing is hidden from it. `is_first`: its own is the kernel's first one, which all others are below.
+    """
+
+    inhabitants: Sequence[Inhabitant]
+    sees_all: bool
+    is_first: bool
+
+
 class Verdict(StrEnum):
     """What a sighting proves: that the holder lives, that it is dead, or nothing at all."""
 
@@ -45,7 +72,7 @@ class Verdict(StrEnum):
 def judge(recorded: Incarnation, sighting: Sighting) -> Verdict:
     """Judge by facts alone: only an absent pid or one with another start is dead, and doubt means alive.
 
-    An observer of another boot or another pid namespace cannot see the process: UNSEEN, for other facts to decide.
+    An observer of another boot or another pid namespace does not see the process so: UNSEEN, for `judge_below`.
     """
     if (recorded.boot_id, recorded.pid_namespace) != (sighting.boot_id, sighting.pid_namespace):
         return Verdict.UNSEEN
@@ -54,3 +81,35 @@ def judge(recorded: Incarnation, sighting: Sighting) -> Verdict:
     if sighting.start_ticks is not None and sighting.start_ticks != recorded.start_ticks:
         return Verdict.DEAD
     return Verdict.ALIVE
+
+
+def judge_below(recorded: Incarnation, around: Surroundings) -> Verdict:
+    """Judge a process of another pid namespace of the observer's boot by what the observer sees below its own.
+
+    Dead is who is not there though the observer would see it: whoever sees one process of a namespace sees all of it.
+    """
+    if (found := find_below(recorded, around.inhabitants)) is not None:
+        return Verdict.DEAD if found.absent else Verdict.ALIVE
+    is_below = around.is_first or any(each.pid_namespace == recorded.pid_namespace for each in around.inhabitants)
+    return Verdict.DEAD if around.sees_all and is_below else Verdict.UNSEEN
+
+
+def find_below(recorded: Incarnation, inhabitants: Iterable[Inhabitant]) -> Inhabitant | None:
+    """The process that was recorded, as far as can be read."""
+    for each in inhabitants:
+        if (
+            each.pid == recorded.pid
+            and each.pid_namespace in (None, recorded.pid_namespace)
+            and each.start_ticks in (None, recorded.start_ticks)
+        ):
+            return each
+    return None
+
+
+def is_over(verdict: Verdict, *, silent: bool, watched: bool) -> bool:
+    """Whether a holder is to be ended.
+
+    Time counts only where nobody sees it: when it has been `silent` for the TTL and its host was `watched`, that is in
+    touch with the book through its present boot, without a gap and for as long, so that it had time to be seen.
+    """
+    return verdict is Verdict.DEAD or (verdict is Verdict.UNSEEN and silent and watched)

@@ -16,7 +16,7 @@ class Placement:
 
     `device_id` is the number that this process sees, `host_index` the device's number on its host, `memory_bytes` what
     is reserved. `lease_id` and `epoch` name the lease, and are None on the CPU. `hold` is no part of the value: it only
-    keeps the lease alive for as long as the placement is reachable.
+    keeps the lease alive for as long as the placement is reachable, and a pickled copy's where that is unpickled.
     """
 
     device: Device
@@ -59,10 +59,6 @@ class Placement:
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self is CPU_PLACEMENT:
             return "CPU_PLACEMENT"  # by name, so that it stays one object in every process
-        if self.lease_id is not None:
-            raise TypeError(
-                f"a placement of lease {self.lease_id} cannot be pickled: the lease would not follow the copy"
-            )
         return object.__reduce_ex__(self, protocol)
 
 

@@ -194,10 +194,9 @@ class _Wrapped:
             collect_orphans(self._child)
 
     def _show_life(self) -> None:
-        beat: Callable[[Book, Holder], object] = holders.beat
         with contextlib.suppress(BookError):
-            first, *_ = [beat(self._book, holder) for holder in self._holders]
-            if first is False and not self._lost:  # the book has ended it
+            is_alive, *_ = [holders.beat(self._book, holder) for holder in self._holders]
+            if not is_alive and not self._lost:  # the book has ended it
                 self._lost = True
                 assert self._lease is not None
                 say(

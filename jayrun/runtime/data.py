@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jayrun.domain.placements import CPU_PLACEMENT, Placement, PlacementGroup, PlacementLocation
+from jayrun.runtime.holds import Hold
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Data:
     """A value with the placement it needs. Immutable.
 
-    Attach the placement that was reserved for `value`: the lease then follows this object. Raises TypeError when
-    `placement` is neither a Placement nor a PlacementGroup.
+    Attach the placement that was reserved for `value`: the lease then follows this object, also into other processes
+    when it is pickled. Raises TypeError when `placement` is neither a Placement nor a PlacementGroup, and `LeaseLost`
+    when this process has lost the lease.
     """
 
     value: Any
@@ -25,3 +27,5 @@ class Data:
                 f"placement must be a Placement or PlacementGroup, not {self.placement!r} "
                 f"({type(self.placement).__name__})"
             )
+        if isinstance(hold := self.placement.primary.hold, Hold):
+            hold.check()

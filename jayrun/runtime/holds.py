@@ -1,16 +1,25 @@
-"""What keeps leases alive: a `Hold` per lease, reachable from its placements, whose end only enqueues the release."""
+"""What keeps leases alive: a `Hold` per lease, reachable from its placements, whose end only enqueues the release.
+
+A placement that is pickled is lent: this process holds on to it for a while, though its own copy may go, so that
+whoever unpickles it can become a further holder (`jayrun.runtime.handover`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from threading import Event
 from typing import TypeAlias
 from uuid import UUID
+from weakref import WeakValueDictionary
 
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store.leases import Finished
+from jayrun.errors import LeaseLost
+from jayrun.store.leases import Finished, Held
 
 
 class Outbox:
@@ -23,6 +32,10 @@ class Outbox:
     def __init__(self) -> None:
         self.owner_pid = os.getpid()
         self.messages: deque[Message] = deque()
+        self.holds: WeakValueDictionary[tuple[UUID, int], Hold] = WeakValueDictionary()
+        self.held: dict[tuple[UUID, int], Held] = {}  # the same without touching them: who looks must not keep them
+        self.lent: dict[tuple[UUID, int], tuple[float, Hold]] = {}  # since when, on this process's monotonic clock
+        self.numbers = itertools.count(1)  # of holds that are none of a grant
         self.wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -51,11 +64,10 @@ class Outbox:
 class Release:
     """This process lets go of a lease, or gives it back because nothing ever used it."""
 
-    __slots__ = ("epoch", "lease_id", "used")
+    __slots__ = ("held", "used")
 
-    def __init__(self, lease_id: UUID, epoch: int, *, used: bool = True) -> None:
-        self.lease_id = lease_id
-        self.epoch = epoch
+    def __init__(self, held: Held, *, used: bool = True) -> None:
+        self.held = held
         self.used = used
 
 
@@ -87,16 +99,35 @@ Message: TypeAlias = "Release | Finished | Undo | Withdraw | Event"
 class Hold:
     """Lives as long as a placement of its lease is reachable in this process; then the lease is released.
 
-    In a forked child it does nothing: the child's copies hold nothing.
+    `lost` says why the lease is this process's no more, or is None. In a forked child it does nothing: the child's
+    copies hold nothing.
     """
 
-    __slots__ = ("__weakref__", "_outbox", "epoch", "lease_id")
+    __slots__ = ("__weakref__", "_outbox", "held", "lost")
 
-    def __init__(self, outbox: Outbox, lease_id: UUID, epoch: int) -> None:
+    def __init__(self, outbox: Outbox, held: Held) -> None:
         self._outbox = outbox
-        self.lease_id = lease_id
-        self.epoch = epoch
+        self.held = held
+        self.lost: str | None = None
+        outbox.held[held[:2]] = held
+        outbox.holds[held[:2]] = self
+
+    def check(self) -> None:
+        """Raises `LeaseLost` if the lease is this process's no more."""
+        if self.lost is not None:
+            raise LeaseLost(self.lost, *self.held[:2])
+
+    def __reduce__(self) -> tuple[Callable[[UUID, int], Hold], tuple[UUID, int]]:
+        """Pickled, it is lent, and unpickled another holder's. No I/O. Raises `LeaseLost`."""
+        from jayrun.runtime.handover import joined  # it needs all that stands on holds
+
+        self.check()
+        if self._outbox.owner_pid == os.getpid():
+            self._outbox.lent[self.held[:2]] = (time.monotonic(), self)
+        return joined, self.held[:2]
 
     def __del__(self) -> None:
         if self._outbox.owner_pid == os.getpid():
-            self._outbox.put(Release(self.lease_id, self.epoch))
+            if self._outbox.held.get(self.held[:2]) is self.held:
+                self._outbox.held.pop(self.held[:2], None)
+            self._outbox.put(Release(self.held))

@@ -15,6 +15,7 @@ from jayrun.domain.requests import Request
 from jayrun.domain.sequence import check_complete, check_next, shape_of
 from jayrun.domain.units import format_bytes
 from jayrun.errors import (
+    LeaseLost,
     PlacementCancelled,
     PlacementDeadlock,
     PlacementImpossible,
@@ -151,7 +152,10 @@ class Job:
                 if name in self._resource_inputs:
                     value = self._resource(value, in_use).data
                 setattr(instance, name, value if isinstance(value, Data) else Data(value))
-            return self._call(self._work, instance, instance.execute)
+            data = self._call(self._work, instance, instance.execute)
+            for cached in in_use:
+                cached.check_leases()
+            return data
         finally:
             instance = value = None  # what is torn down below must be in nobody's hands
             for cached in in_use:
@@ -239,6 +243,7 @@ class Job:
                 raise
             if invocation.signalled:
                 raise PlacementSignalSwallowed(SWALLOWED.format(name=name))
+            invocation.check_leases()
             check_complete(work.recorded, invocation.issued)
             if not isinstance(result, Data):
                 raise TypeError(f"{name} must return a Data, not {result!r} ({type(result).__name__})")
@@ -253,6 +258,7 @@ class Job:
         if self._cancelled.is_set():
             raise PlacementCancelled(f"{self._work.execution.name} was cancelled")
         work = invocation.work
+        invocation.check_leases()
         check_next(work.recorded, invocation.issued, request)
         position = len(invocation.issued)
         lease = work.granted.pop(position, None)
@@ -308,6 +314,10 @@ class Job:
                 )
             case Impossible(reason):
                 raise PlacementImpossible(reason)
+            case Ended("lost"):
+                raise LeaseLost(
+                    f"this process was declared dead in the book, and with it {work.execution.name}; run it again"
+                )
             case Ended(state):
                 raise PlacementCancelled(f"{work.execution.name} is {state} in the book: somebody ended it")
             case _:
@@ -382,6 +392,8 @@ class Job:
                 work.booked = None
         for work in self._unit():
             work.give_back_unused(self._service.outbox)
+            if self._is_a_former_holders(work):
+                work.booked = None  # whoever declared this process dead has ended it in the book
 
     def _try_again(self, error: BaseException) -> bool:
         again = not self._detached and self._retry.allows(error, self._attempt)
@@ -397,7 +409,7 @@ class Job:
         """The next attempt is the next invocation; an execution that ended in the book is replaced by a new one."""
         for work in list(unit):
             work.invocation += 1
-        if self._work.booked is None and self._work.recorded:
+        if self._work.booked is None and (self._work.recorded or self._is_a_former_holders(self._work)):
             recorded = self._work.recorded
             self._work = self._new_work()
             self._work.recorded = recorded
@@ -408,6 +420,10 @@ class Job:
         if work.booked is not None and not (self._detached and work is self._work):  # its worker tells of that
             failure = None if error is None else stored(error)
             self._service.outbox.put(Finished(work.id, state, failure, self._attempt))
+
+    def _is_a_former_holders(self, work: Work) -> bool:
+        """Whether this process was declared dead since then, and is another holder now."""
+        return work.execution.holder_id != self._service.holder.id
 
     def _seconds_left(self) -> float | None:
         """What is left of the timeout for waiting; None without one."""

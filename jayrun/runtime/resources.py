@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from jayrun.errors import LeaseLost
 from jayrun.frames import clear_frames
 from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Hold
@@ -46,6 +47,23 @@ class Cached:
     def idle_since(self) -> float | None:
         return None if self.users else self.last_used
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this process has lost a lease of it, or of what it is made of."""
+        try:
+            self.check_leases()
+        except LeaseLost:
+            return True
+        return False
+
+    def check_leases(self) -> None:
+        """Raises `LeaseLost` if this process has lost a lease of it, or of what it is made of."""
+        for hold, _ in self.leases:
+            if (kept := hold()) is not None:
+                kept.check()
+        for part in self.parts:
+            part.check_leases()
+
     def count(self, users: int) -> None:
         """So many more users: they use what it is made of too."""
         self.users += users
@@ -62,6 +80,7 @@ class Resources:
         self._locks: dict[Any, threading.Lock] = {}
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
+        self._lost: list[Cached] = []  # not cached any more, and perhaps still in use
         self._outlived: list[Cached] = []  # torn down, but user code keeps a placement; the book is to be told
 
     def setting_up(self, key: Any) -> threading.Lock:
@@ -80,12 +99,30 @@ class Resources:
     def unuse(self, cached: Cached) -> None:
         with self._lock:
             cached.count(-1)
+            is_over = cached.users == 0 and cached in self._lost
+        if is_over:
+            self._end_lost()
 
     def add(self, cached: Cached) -> None:
         """Cache a set-up, in use by its first user."""
         with self._lock:
             cached.count(+1)
             self._cached[cached.key] = cached
+
+    def drop_lost(self) -> None:
+        """Forget what lost a lease, so that whoever needs it sets it up anew; torn down once nobody uses it."""
+        with self._lock:
+            for cached in [each for each in self._cached.values() if each.is_lost]:
+                del self._cached[cached.key]
+                self._lost.append(cached)
+        self._end_lost()
+
+    def _end_lost(self) -> None:
+        with self._lock:
+            over = [cached for cached in self._lost if cached.users == 0]
+            self._lost = [cached for cached in self._lost if cached.users]
+        for cached in over:
+            self._end(cached)
 
     def ids(self) -> list[UUID]:
         """The cached resources that have leases, by the executions that set them up."""
@@ -135,6 +172,11 @@ class Resources:
             if cached.users or self._cached.get(cached.key) is not cached:
                 return False  # somebody took it meanwhile
             del self._cached[cached.key]
+        self._end(cached)
+        return True
+
+    def _end(self, cached: Cached) -> None:
+        """Call its teardown, and let go of it."""
         name = type(cached.resource).__name__
         around = sys.exception()
         try:
@@ -150,4 +192,3 @@ class Resources:
             log.warning("%s is torn down, but user code keeps a placement of it alive: its lease stays taken", name)
             with self._lock:
                 self._outlived.append(cached)
-        return True

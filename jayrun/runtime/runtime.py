@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -17,17 +17,16 @@ from jayrun import probes
 from jayrun.domain.checks import member, whole_number
 from jayrun.domain.devices import RuntimeDevice
 from jayrun.domain.units import format_bytes
-from jayrun.embedded import ensure
-from jayrun.errors import PlacementUnavailableHere, RuntimeClosed
+from jayrun.errors import LeaseLost, PlacementUnavailableHere, RuntimeClosed
 from jayrun.runtime.data import Data
 from jayrun.runtime.job import Job
 from jayrun.runtime.operator import Operator, check_inputs
 from jayrun.runtime.retry import FailureMode, RetryPolicy
-from jayrun.runtime.service import Resolution, service_for
+from jayrun.runtime.service import Resolution, own_service
 from jayrun.runtime.ticket import Ticket
 from jayrun.settings import Settings
 from jayrun.store import devices as booked_devices
-from jayrun.store import schema, submissions
+from jayrun.store import submissions
 from jayrun.store.submissions import submission
 
 log = logging.getLogger("jayrun")
@@ -42,6 +41,8 @@ class Runtime:
     `devices`: declarations to add to this host's (none is altered). `failure_mode`: whether the first execution that
     fails for good cancels those that wait. `label`: free text shown beside everything this process holds (the first
     Runtime of a process decides). `threads`: how many started executions run at once; one that waits uses none.
+    `on_lease_lost`: called, in a thread of its own and until the process ends, with a `LeaseLost` for each lease that
+    this process loses though it is alive.
 
     A context manager: leaving the block waits for what was started, then closes; after an exception what waits is
     cancelled first. Raises `BookUnreachable` and `SchemaMismatch` when the book cannot be used.
@@ -55,6 +56,7 @@ class Runtime:
         failure_mode: FailureMode = FailureMode.CONTINUE,
         label: str | None = None,
         threads: int = 32,
+        on_lease_lost: Callable[[LeaseLost], object] | None = None,
         settings: Settings | None = None,
     ) -> None:
         if not isinstance(devices, Iterable):
@@ -65,14 +67,14 @@ class Runtime:
                 raise TypeError(f"devices must be RuntimeDevice, not {each!r} ({type(each).__name__})")
         self._failure_mode = member(failure_mode, "failure_mode", FailureMode)
         threads = whole_number(threads, "threads", minimum=1)
+        if on_lease_lost is not None and not callable(on_lease_lost):
+            raise TypeError(f"on_lease_lost must be callable, not {on_lease_lost!r} ({type(on_lease_lost).__name__})")
         settings = settings or Settings.load()
         self._label = settings.label if label is None else label
         probes.arm_from_settings(settings.probes)
-        self._service = service_for(
-            url or _own_book(settings),
-            host_identity=settings.host_id,
-            label=self._label,
-        )
+        self._service = own_service(settings, url=url, label=self._label)
+        if on_lease_lost is not None and on_lease_lost not in self._service.presence.on_lease_lost:
+            self._service.presence.on_lease_lost.append(on_lease_lost)
         if declared:
             self._add_devices(declared)
         self._service.runtimes += 1
@@ -340,14 +342,6 @@ class Runtime:
             self._jobs.discard(job)
             self._service.jobs.discard(job)
             self._idle.notify_all()
-
-
-def _own_book(settings: Settings) -> str:
-    """The URL of the book that the settings name; jayrun's own server is started, and its book made, when needed."""
-    found = ensure(settings)
-    if found.kind != "url":
-        schema.create_if_missing(found.url)
-    return found.url
 
 
 def _seconds(timeout: object) -> float | None:

@@ -25,14 +25,17 @@ from uuid import UUID
 from jayrun import kernel
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
+from jayrun.embedded import ensure
 from jayrun.errors import BookError, PlacementTimeout
 from jayrun.runtime import reconciler
-from jayrun.runtime.holds import Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
+from jayrun.settings import Settings
 from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
-from jayrun.store.leases import Finished
+from jayrun.store.leases import Finished, Held
 from jayrun.store.transactions import Book
 
 log = logging.getLogger("jayrun")
@@ -71,18 +74,19 @@ class Service:
         self.book = Book(url, role=role, instance=str(self.pid))
         # The thread's own, always at hand, and impatient: it has deadlines to keep.
         self._own_book = Book(url, role=role, instance=str(self.pid), patience_seconds=_THREAD_PATIENCE_SECONDS)
+        self.outbox = Outbox()
         try:
             first = self._own_book.with_patience(0)
             first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
-            self.holder: Holder = holders.register(first, self.host_id, role=role, label=label)
-            self.tick_seconds = first.tick_seconds()
+            self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
+            self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
             self._own_book.close()
+            self.outbox.close()
             raise
-        self.outbox = Outbox()
         self._waits: dict[UUID, Wait] = {}
         self._waits_lock = threading.Lock()
         self._listener = self.book.listen(str(self.holder.id))
@@ -93,7 +97,7 @@ class Service:
         self.jobs: set[object] = set()  # of all Runtimes, until they end
         self._host_waits = False  # somebody waited on the host when this process last looked
         self._blocked: set[threading.Thread] = set()
-        self._only_waited = False  # as the book was told
+        self.presence.on_lease_lost.append(lambda lost: self.resources.drop_lost())
         # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit.
         Finalize(None, self.stop, exitpriority=100)
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
@@ -123,6 +127,15 @@ class Service:
                     wait.requests = left
             except BookError as error:  # then it gets what it does not need, and gives it back
                 log.debug("could not tell a waiter that a resource is set up: %s", str(error))
+
+    @property
+    def holder(self) -> Holder:
+        """This process as the book knows it now."""
+        return self.presence.holder
+
+    def join(self, lease_id: UUID, epoch: int) -> Hold:
+        """Become a further holder of a lease. Raises `LeaseLost`, `PlacementUnavailableHere`, `BookError`."""
+        return self.presence.join(self.book, lease_id, epoch)
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)
@@ -208,13 +221,16 @@ class Service:
             try:
                 named = self._sleep(next_tick)
                 self._expire()
+                self.presence.take_back_lent(self._lend_seconds)
                 # Only an answer of the book ends an outage, so it is asked each time.
                 tick = time.monotonic() >= next_tick or self._outage_since is not None
                 self._commit()
                 named |= self._listen(tick=tick)
                 if tick:
                     self.resources.publish(self._own_book)
-                self._beat(tick=tick)
+                if self.presence.beat(only_waits=self._only_waits, tick=tick):
+                    self._listener.close()
+                    self._listener = self.book.listen(str(self.holder.id))
                 if tick:
                     reconciler.run_pass(self._own_book, self.host_id)
                     self._host_waits = leases.anybody_waits(self._own_book, self.host_id)
@@ -238,6 +254,7 @@ class Service:
         named."""
         with self._waits_lock:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
+        deadlines += self.presence.lent_until(self._lend_seconds)
         until = min([next_tick, *deadlines])
         if self._outage_since is not None:
             until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
@@ -290,8 +307,8 @@ class Service:
             return
         settle = partial(
             self._let_go,
-            released=[(end.lease_id, end.epoch) for end in ends if end.used],
-            returned=[(end.lease_id, end.epoch) for end in ends if not end.used],
+            released=[end.held for end in ends if end.used],
+            returned=[end.held for end in ends if not end.used],
         )
         try:
             settle(finished=finished)
@@ -309,15 +326,6 @@ class Service:
             self._host_waits = True
             admission.combine(self._own_book, self.host_id)
 
-    def _beat(self, *, tick: bool) -> None:
-        """Show life at each tick, and at once that this process no longer only waits."""
-        if not tick and not self._only_waited:
-            return
-        only_waits = self._only_waits()
-        if tick or not only_waits:
-            holders.beat(self._own_book, self.holder, only_waits=only_waits)
-            self._only_waited = only_waits
-
     def _only_waits(self) -> bool:
         """Whether this process drops nothing, and has dropped nothing untold, before one of its executions is served.
 
@@ -330,6 +338,7 @@ class Service:
         return (
             bool(waits)
             and not self.outbox.messages
+            and not self.outbox.lent
             and all(wait.give_up_at is None or wait.give_up_at > soon for wait in waits)
             and all(len(service.jobs) == len(service._waits) for service in list(_services.values()))
             and all(thread in self._blocked or _only_serves(thread) for thread in threading.enumerate())
@@ -371,7 +380,7 @@ class Service:
             wait.resolve(resolution)
         elif isinstance(resolution, Claimed):  # it was abandoned while its grant was on the way
             for lease in resolution.leases:
-                self.outbox.put(Release(lease.id, lease.epoch, used=False))
+                self.outbox.put(Release(Held(lease.id, lease.epoch), used=False))
             for execution_id in resolution.members:
                 self.outbox.put(Finished(execution_id, ExecutionState.CANCELLED))
 
@@ -408,6 +417,30 @@ def service_for(url: str, *, host_identity: str | None, label: str, role: str = 
         if service is None:
             service = _services[url] = Service(url, host_identity=host_identity, label=label, role=role)
         return service
+
+
+def services() -> list[Service]:
+    """The services of this process."""
+    with _services_lock:
+        return list(_services.values())
+
+
+def own_service(settings: Settings | None = None, *, url: str | None = None, label: str | None = None) -> Service:
+    """The service for the book at `url`, else for the one that the settings name; jayrun's own server is started, and
+    its book made, when needed."""
+    settings = settings or Settings.load()
+    return service_for(
+        url or _own_book(settings),
+        host_identity=settings.host_id,
+        label=settings.label if label is None else label,
+    )
+
+
+def _own_book(settings: Settings) -> str:
+    found = ensure(settings)
+    if found.kind != "url":
+        schema.create_if_missing(found.url)
+    return found.url
 
 
 def _forget_all() -> None:

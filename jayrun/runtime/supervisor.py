@@ -222,10 +222,8 @@ class Supervisor:
 
     def _attend(self, book: Book, holder: Holder) -> None:
         """The tick: show life, reconcile, and end workers that go on with what was cancelled long ago."""
-        pids = [place.process.pid for place in self._places if place.process is not None]
         try:
             holders.beat(book, holder)
-            holders.attest(book, self._host_id, pids)
             # Of any supervisor: the one that started it may be gone.
             for who, execution_id in claims.overdue(book, self._host_id):
                 if kernel.kill(who):

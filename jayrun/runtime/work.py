@@ -16,7 +16,7 @@ from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed
 from jayrun.store.holders import Holder
 from jayrun.store.ids import new_id
-from jayrun.store.leases import Lease
+from jayrun.store.leases import Held, Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +97,7 @@ class Work:
     def give_back_unused(self, outbox: Outbox) -> None:
         """Leases of this invocation that no request took go back."""
         for lease in self.granted.values():
-            outbox.put(Release(lease.id, lease.epoch, used=False))
+            outbox.put(Release(Held(lease.id, lease.epoch), used=False))
         self.granted.clear()
 
 
@@ -116,7 +116,7 @@ class Invocation:
 
     def place(self, outbox: Outbox, request: Request, lease: Lease) -> PlacementLocation:
         """The value that user code gets for a lease; the lease lives as long as the value is reachable."""
-        hold = Hold(outbox, lease.id, lease.epoch)
+        hold = Hold(outbox, Held(lease.id, lease.epoch))
         self.leases.append((weakref.ref(hold), lease))
         members = tuple(
             Placement(
@@ -140,6 +140,12 @@ class Invocation:
             per_device_memory_bytes=request.per_device_bytes,
             prefer_max_devices=request.prefer_max_devices,
         )
+
+    def check_leases(self) -> None:
+        """Raises `LeaseLost` if this process has lost one of its leases whose placement is still reachable."""
+        for hold, _ in self.leases:
+            if (kept := hold()) is not None:
+                kept.check()
 
     def end(self) -> None:
         """No more requests; a finished task would keep its result, and with it a lease."""

@@ -125,7 +125,7 @@ class Impossible:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The execution was ended by somebody else, in this state, or the lease of this very ask has ended meanwhile, for
-    this reason; nothing was written."""
+    this reason, or the holder that asks was ended ("lost"); nothing was written."""
 
     state: str
 
@@ -208,7 +208,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     slot = (asker.id, ask.position, ask.asker.invocation)
 
     def unit(gate: Gate) -> _Tried:
-        picture = load(gate, asker.host_id, slot, asker.unit_id, of_each=_FEW)
+        picture = load(gate, asker.host_id, slot, asker.unit_id, asker.holder_id, of_each=_FEW)
         probes.reach("reserve.loaded")
         changes = Changes(asker.host_id)
         if (known := _known(gate, picture, asker)) is not None:
@@ -254,7 +254,10 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
 
 
 def _known(gate: Gate, picture: Picture, asker: Execution) -> Outcome | None:
-    """What an earlier try of the same ask did whose answer was lost, or what somebody did to the execution."""
+    """What an earlier try of the same ask did whose answer was lost, or what somebody did to the execution or to its
+    holder: who has ended holds nothing any more, and waits for nothing."""
+    if not picture.is_alive and not asker.detached:
+        return Ended("lost")
     if picture.own_lease is not None:
         lease_id, end_reason = picture.own_lease
         return Ended(end_reason) if end_reason else Granted(leases.read_lease(gate, UUID(lease_id)))

@@ -82,6 +82,16 @@ def queue(book: Book) -> list[Row]:
     return _rows(book, "SELECT * FROM jayrun_audit.queue ORDER BY host, position")
 
 
+def hosts(book: Book) -> list[Row]:
+    """View `hosts`: every host, by name."""
+    return _rows(book, "SELECT * FROM jayrun_audit.hosts ORDER BY host, host_id")
+
+
+def holders(book: Book) -> list[Row]:
+    """View `holders`: every process that the book has as alive, by host, oldest first."""
+    return _rows(book, "SELECT * FROM jayrun_audit.holders ORDER BY host, since, id")
+
+
 def violations(book: Book) -> list[Row]:
     """View `violations`: always empty."""
     return _rows(book, "SELECT * FROM jayrun_audit.violations")
@@ -118,6 +128,11 @@ def find_execution(book: Book, wanted: str) -> UUID:
     """The id of the one execution that `wanted` means, likewise."""
     hint = "`jayrun executions list` shows them"
     return _find(book, wanted, table="executions", noun="execution", listing=hint)
+
+
+def find_holder(book: Book, wanted: str) -> UUID:
+    """The id of the one holder that `wanted` means, likewise."""
+    return _find(book, wanted, table="holders", noun="holder", listing="`jayrun holders list` shows those alive")
 
 
 def _find(book: Book, wanted: str, *, table: str, noun: str, listing: str) -> UUID:

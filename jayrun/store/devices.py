@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jayrun import kernel
 from jayrun.domain.devices import BookedDevice, DeviceState, RuntimeDevice
 from jayrun.errors import DeviceInUse, UnknownDevice, UnknownHost
 from jayrun.store.picture import booked_device
@@ -41,11 +42,13 @@ _REMOVE = "UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'of
 _SET_STATE = "UPDATE jayrun.devices SET state = %s WHERE id = %s"
 _HOST = "SELECT id, identity FROM jayrun.hosts WHERE identity = %s OR name = %s ORDER BY identity = %s DESC LIMIT 2"
 _HOSTS = "SELECT name, identity FROM jayrun.hosts ORDER BY id"
-# What is reserved without the ended leases that no admission has folded yet.
+# What is reserved without the ended leases that no admission has folded yet; on a silent host nobody admits.
 _FLEET = """
 SELECT d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes - coalesce(f.bytes, 0),
-       d.share_count - coalesce(f.shares, 0), d.exclusive_count > coalesce(f.exclusives, 0), d.exclusive_only, d.state
-FROM jayrun.devices d
+       d.share_count - coalesce(f.shares, 0), d.exclusive_count > coalesce(f.exclusives, 0), d.exclusive_only,
+       CASE WHEN h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) AND h.boot_id <> %s
+            THEN 'offline' ELSE d.state END
+FROM jayrun.settings b, jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
 LEFT JOIN (SELECT device_id, sum(memory_bytes)::bigint AS bytes, count(*) AS shares,
                   count(*) FILTER (WHERE exclusive) AS exclusives
            FROM jayrun.lease_shares WHERE ended_at IS NOT NULL AND folded_at IS NULL GROUP BY device_id) f
@@ -112,13 +115,13 @@ def find_host(book: Book, name: str) -> int:
 
 
 def fleet(book: Book, host_id: int) -> list[BookedDevice]:
-    """The devices of the host as the next admission would find them."""
+    """The devices of the host as the next admission would find them; offline where nobody is there to make one."""
     return book.written(lambda pg: read_fleet(pg.execute, host_id))
 
 
 def read_fleet(execute: Callable[..., Any], host_id: int) -> list[BookedDevice]:
     """The same in a transaction that is open."""
-    return [booked_device(host_id, list(row)) for row in execute(_FLEET, (host_id,)).fetchall()]
+    return [booked_device(host_id, list(row)) for row in execute(_FLEET, (kernel.boot_id(), host_id)).fetchall()]
 
 
 def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], statement: str) -> None:

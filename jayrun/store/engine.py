@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -154,6 +155,16 @@ def new_connection(engine: Engine) -> PgConnection[Any]:
     return connection
 
 
+def cast_off(connection: PgConnection[Any]) -> None:
+    """In a forked child: let go of the parent's connection without a word to the server.
+
+    A child that kept the socket would keep the session alive, and what it has locked, after its parent's death.
+    """
+    with open(os.devnull, "r+b") as nowhere:
+        os.dup2(nowhere.fileno(), connection.fileno(), inheritable=False)
+    connection.close()
+
+
 class Connections:
     """The psycopg connections of a Book, safe to share among threads.
 
@@ -163,12 +174,13 @@ class Connections:
     """
 
     _idle: list[PgConnection[Any]]  # the last one used at its end
+    _used: set[PgConnection[Any]]
     _unneeded: int  # so many of them nobody has needed since `close_unused` looked
     _free: threading.BoundedSemaphore
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.forget()
+        self._renew()
 
     @contextmanager
     def one(self) -> Iterator[PgConnection[Any]]:
@@ -179,13 +191,16 @@ class Connections:
             except IndexError:
                 connection = new_connection(self._engine)
             self._unneeded = min(self._unneeded, len(self._idle))
+            self._used.add(connection)
             try:
                 yield connection
             except BaseException as error:  # also Ctrl-C in the middle of a message
+                self._used.discard(connection)
                 connection.close()
                 if is_lost(error):  # and with it most likely the others
                     self.close()
                 raise
+            self._used.discard(connection)
             self._idle.append(connection)
 
     def close(self) -> None:
@@ -202,8 +217,13 @@ class Connections:
         self._unneeded = len(self._idle)
 
     def forget(self) -> None:
-        """Start anew: in a forked child the parent's connections are let be (psycopg tells the server nothing from
-        there), and its lock, which another thread may have held."""
+        """Start anew: in a forked child, where the parent's connections are cast off."""
+        for connection in (*self._idle, *self._used):
+            cast_off(connection)
+        self._renew()
+
+    def _renew(self) -> None:
         self._idle = []
+        self._used = set()
         self._unneeded = 0
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)

@@ -48,10 +48,12 @@ UPDATE jayrun.lease_holders h SET ended_at = clock_timestamp(), end_reason = 're
 WHERE l.id = h.lease_id AND h.ended_at IS NULL AND l.execution_id = %s AND l.position = %s AND l.invocation = %s
 """
 _WITHDRAW = """
-UPDATE jayrun.executions SET state = CASE WHEN id = unit_id THEN %s ELSE 'cancelled' END,
+UPDATE jayrun.executions e SET state = CASE WHEN e.id = e.unit_id THEN %s ELSE 'cancelled' END,
     ended_at = clock_timestamp(), waiting_since = NULL, failure = %s,
-    waited_seconds = waited_seconds + coalesce(extract(epoch FROM clock_timestamp() - waiting_since), 0)
-WHERE unit_id = %s AND state IN ('waiting', 'admitted') RETURNING id, invocation, host_id, holder_id
+    waited_seconds = e.waited_seconds + coalesce(extract(epoch FROM clock_timestamp() - e.waiting_since), 0)
+FROM (SELECT id, state FROM jayrun.executions
+      WHERE unit_id = %s AND state IN ('waiting', 'admitted') ORDER BY id FOR UPDATE) was
+WHERE e.id = was.id RETURNING e.host_id, e.holder_id, was.state, e.id, e.invocation
 """
 _DROP_MEMBER = """
 UPDATE jayrun.executions SET
@@ -157,8 +159,9 @@ def withdraw(book: Book, unit_id: UUID, *, state: ExecutionState, failure: dict[
         with pg.transaction():
             stored = None if failure is None else Jsonb(plain_failure(failure))
             rows = pg.execute(_WITHDRAW, (state.value, stored, unit_id)).fetchall()
-            _return_leases(pg, rows)
-        return Withdrawn(*rows[0][2:]) if rows else None
+            # Of one that waits, the invocation has ended; what is left of it somebody keeps, and lets go.
+            _return_leases(pg, [row[3:] for row in rows if row[2] == ExecutionState.ADMITTED])
+        return Withdrawn(*rows[0][:2]) if rows else None
 
     return book.written(unit)
 

@@ -55,7 +55,9 @@ def join_and_spare(pg: PgConnection[Any], dead: Sequence[UUID]) -> list[UUID]:
     for lease_id, rows in groupby(pg.execute(_HELD_BY_DEAD, (list(dead),)).fetchall(), key=lambda row: row[0]):
         holders = [_Held(row[1], row[2], row[3], Incarnation(*row[4:])) for row in rows]
         # Asked again, since of two that die while two passes look, each pass may have found another one dead.
-        living = [held for held in holders if held.id not in dead and kernel.verdict(held.who) is not Verdict.DEAD]
+        others = [held for held in holders if held.id not in dead]
+        verdicts = kernel.verdicts([held.who for held in others])
+        living = [held for held, verdict in zip(others, verdicts, strict=True) if verdict is not Verdict.DEAD]
         if not living:
             heirless[lease_id] = holders[0].label
         elif any(held.role == "wrapper" for held in living):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import UUID
 
+import psycopg
 from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
 
@@ -43,6 +44,11 @@ class Lease:
 
 
 _LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s, %s)"
+_GONE = """
+SELECT h.lease_id, n.epoch, h.hold FROM unnest(%s::uuid[], %s::bigint[], %s::integer[]) AS n (lease_id, epoch, hold)
+JOIN jayrun.lease_holders h ON h.holder_id = %s AND h.lease_id = n.lease_id AND h.hold = n.hold
+WHERE h.ended_at IS NOT NULL
+"""
 _JOIN = "SELECT * FROM jayrun.join_lease(%s, %s, %s, %s)"
 _FINISH = "SELECT jayrun.finish(%s)"
 _ANYBODY_WAITS = "SELECT jayrun.anybody_waits(%s)"
@@ -144,13 +150,25 @@ def join(book: Book, holder: Holder, held: Held) -> None:
     `held.hold` is a number that the holder never used for this lease. Raises `LeaseLost` when the lease has ended, and
     `PlacementUnavailableHere` when it is another host's.
     """
-    joined, lease_host_id = book.written(
-        lambda pg: pg.execute(_JOIN, (holder.id, held.lease_id, held.epoch, held.hold)).fetchone()
-    ) or (None, None)
+    try:
+        joined, lease_host_id = book.written(
+            lambda pg: pg.execute(_JOIN, (holder.id, held.lease_id, held.epoch, held.hold)).fetchone()
+        ) or (None, None)
+    except psycopg.errors.IntegrityConstraintViolation as error:
+        if error.diag.constraint_name != "holders_joined":
+            raise
+        raise LeaseLost("this process was declared dead in the book", held.lease_id, held.epoch) from None
     if lease_host_id is None:
         raise LeaseLost(f"lease {held.lease_id} has ended: nobody holds it any more", held.lease_id, held.epoch)
     if not joined:
         raise PlacementUnavailableHere(f"lease {held.lease_id} is on another host: its capacity can only be used there")
+
+
+def gone(book: Book, holder: Holder, held: Sequence[Held]) -> list[Held]:
+    """Those of these holds of `holder` that have ended in the book."""
+    ids, epochs, holds = zip(*held, strict=True)
+    values = (list(ids), list(epochs), list(holds), holder.id)
+    return [Held(*row) for row in book.written(lambda pg: pg.execute(_GONE, values).fetchall())]
 
 
 def anybody_waits(book: Book, host_id: int) -> bool:

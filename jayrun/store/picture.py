@@ -35,7 +35,8 @@ class Picture:
 
     `units` are the first waiters of every shape; of the shapes in `cut` perhaps not all that an admission may serve,
     and it says how often any of them was bypassed at most. `own_state` and `own_lease` answer for the slot
-    that was asked about, `own_unit` for its unit: state, holder, and whether it was cancelled.
+    that was asked about, `own_unit` for its unit: state, holder, and whether it was cancelled. `is_alive`: the book
+    has the holder that asks as alive.
     """
 
     devices: list[BookedDevice]
@@ -49,6 +50,7 @@ class Picture:
     own_state: str | None
     own_unit: list[Any] | None
     own_lease: list[Any] | None
+    is_alive: bool | None
 
 
 _ELSEWHERE = 0  # a host without devices to show, so nobody is told that it could never serve them
@@ -57,18 +59,25 @@ _ELSEWHERE = 0  # a host without devices to show, so nobody is told that it coul
 _DEVICES = {str(device): device for device in Device}
 _STATES = {str(state): state for state in DeviceState}
 
-_LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s, %s, %s)"
+_LOAD = "SELECT * FROM jayrun.picture(%s, %s, %s, %s, %s, %s, %s)"
 
 
 def load(
-    gate: Gate, host_id: int, slot: Slot | None = None, unit_id: UUID | None = None, *, of_each: int | None = None
+    gate: Gate,
+    host_id: int,
+    slot: Slot | None = None,
+    unit_id: UUID | None = None,
+    holder_id: UUID | None = None,
+    *,
+    of_each: int | None = None,
 ) -> Picture:
-    """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot` and its unit.
+    """Fold what ended on the host, then read its devices, its queue, and what the book knows of `slot`, its unit and
+    the holder that asks.
 
     Of every shape at most `of_each` waiters are read (None: as many as one admission may serve).
     """
-    [row] = gate.execute(_LOAD, (host_id, of_each, unit_id, *(slot or (None, None, None))))
-    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_unit, own_lease = row
+    [row] = gate.execute(_LOAD, (host_id, of_each, unit_id, *(slot or (None, None, None)), holder_id))
+    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_unit, own_lease, is_alive = row
     hosts = (host_id, _ELSEWHERE) if elsewhere else (host_id,)
     shapes = Counter(unit[4] for unit in waiters or ())
     return Picture(
@@ -85,6 +94,7 @@ def load(
         own_state=own_state,
         own_unit=own_unit,
         own_lease=own_lease,
+        is_alive=is_alive,
     )
 
 

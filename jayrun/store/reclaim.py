@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 from psycopg import Connection as PgConnection
 
 from jayrun import kernel, probes
-from jayrun.domain.liveness import Incarnation, Verdict
-from jayrun.store import heirs
+from jayrun.domain.liveness import Incarnation, Verdict, is_over
+from jayrun.store import heirs, hosts
 from jayrun.store.transactions import Book
 
-# An older boot of this host is over once it has been silent for the TTL; by the database's clock alone.
+# By the database's clock alone: who is silent, whether the host has been in touch through this boot for as long, and of
+# whom it is time to tell that somebody sees it.
 _ALIVE = """
 SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks,
-       o.boot_id <> %s AND o.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
-FROM jayrun.holders o, jayrun.settings s WHERE o.host_id = %s AND o.state = 'alive' ORDER BY o.id
+       o.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds),
+       h.boot_id = %s AND h.watched_since < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds),
+       o.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds / 3)
+FROM jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id, jayrun.settings s
+WHERE o.host_id = %s AND o.state = 'alive' ORDER BY o.id
+"""
+_IS_SILENT = """
+SELECT seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
+FROM jayrun.holders, jayrun.settings s WHERE id = %s
+"""
+_ATTEST = """
+UPDATE jayrun.holders SET seen_at = clock_timestamp()
+WHERE id IN (SELECT id FROM jayrun.holders WHERE id = ANY (%s) AND state = 'alive' ORDER BY id FOR NO KEY UPDATE)
 """
 
 _PREDECESSORS = """
@@ -33,11 +46,16 @@ FROM (SELECT lease_id, holder_id, hold FROM jayrun.lease_holders WHERE holder_id
 WHERE h.lease_id = n.lease_id AND h.holder_id = n.holder_id AND h.hold = n.hold
 """
 
+_FATES = {
+    "left": "its process ended without finishing it",
+    "dead": "its process ended without finishing it",
+    "declared": "its process was declared gone by an administrator",
+}
 _HOLDS_ANYTHING = "SELECT 1 FROM jayrun.lease_holders WHERE holder_id = %s AND ended_at IS NULL LIMIT 1"
 
 _END_EXECUTIONS = """
 UPDATE jayrun.executions SET state = 'failed', ended_at = clock_timestamp(), waiting_since = NULL,
-    failure = jsonb_build_object('type', 'ProcessDied', 'message', 'its process ended without finishing it')
+    failure = jsonb_build_object('type', 'ProcessDied', 'message', %s::text)
 WHERE id = %s AND holder_id = %s AND NOT detached AND state IN ('running', 'waiting', 'admitted')
 """
 _EXECUTIONS = """
@@ -83,25 +101,57 @@ WHERE id = %s AND state = 'alive'
 
 
 def sweep(book: Book, host_id: int) -> int:
-    """End the leases, executions and rows of every holder of the host that the kernel says is dead; returns how many.
+    """End the leases, executions and rows of every holder of the host that is dead; returns how many.
 
+    That is by the kernel's word, or, where nobody sees it, by time. Who is seen is told to live, and so is the host.
     The capacity is free once somebody combines (`admission.combine`).
     """
 
     def unit(pg: PgConnection[Any]) -> int:
-        dead = heirs.join_and_spare(pg, find_dead(pg.execute, host_id))
-        for holder_id in dead:
+        hosts.see(pg, host_id)
+        found = _judged(pg.execute, host_id)
+        verdicts = _over(found)
+        ended = 0
+        for holder_id in heirs.join_and_spare(pg, list(verdicts)):
             probes.reach("sweep.dead")
+            # This process may have been stopped since it looked, and somebody may have seen the holder meanwhile.
+            if verdicts[holder_id] is Verdict.UNSEEN and pg.execute(_IS_SILENT, (holder_id,)).fetchone() != (True,):
+                continue
             end_holder(pg, holder_id, reason="dead")
-        return len(dead)
+            ended += 1
+        if seen := [each.id for each in found if each.verdict is Verdict.ALIVE and each.is_due]:
+            pg.execute(_ATTEST, (seen,))
+        return ended
 
     return book.written(unit)
 
 
 def find_dead(execute: Callable[..., Any], host_id: int) -> list[UUID]:
-    """The holders of this host that the kernel says are dead and the book does not know to be; writes nothing."""
+    """The holders of this host that are dead and the book does not know to be; writes nothing."""
+    return list(_over(_judged(execute, host_id)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A holder that the book has as alive, and what the kernel says; `silent` and `watched` as for `is_over`, and
+    whether it is due to be told that somebody sees it."""
+
+    id: UUID
+    verdict: Verdict
+    silent: bool
+    watched: bool
+    is_due: bool
+
+
+def _judged(execute: Callable[..., Any], host_id: int) -> list[_Judged]:
     rows = execute(_ALIVE, (kernel.boot_id(), host_id)).fetchall()
-    return [row[0] for row in rows if row[5] or _is_dead(Incarnation(*row[1:5]))]
+    verdicts = kernel.verdicts([Incarnation(*row[1:5]) for row in rows])
+    return [_Judged(row[0], verdict, *row[5:]) for row, verdict in zip(rows, verdicts, strict=True)]
+
+
+def _over(judged: Sequence[_Judged]) -> dict[UUID, Verdict]:
+    """Those to be ended, by id, and whether by the kernel's word or by time."""
+    return {each.id: each.verdict for each in judged if is_over(each.verdict, silent=each.silent, watched=each.watched)}
 
 
 def end_predecessors(book: Book, host_id: int, who: Incarnation, own: Sequence[UUID]) -> int:
@@ -123,14 +173,14 @@ def end_predecessors(book: Book, host_id: int, who: Incarnation, own: Sequence[U
 def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_free: bool = False) -> None:
     """End everything that hangs on a holder, its row last: leases never outlive their owner's row.
 
-    `reason` is "dead" or "left". Each statement commits by itself; a pass killed in between is finished by the next.
-    With `only_if_free` a holder that still holds a lease stays as it is.
+    `reason` is "dead", "left" or "declared". Each statement commits by itself; a pass killed in between is finished by
+    the next. With `only_if_free` a holder that still holds a lease stays as it is.
     """
     if only_if_free and pg.execute(_HOLDS_ANYTHING, (holder_id,)).fetchone():
         return
     # One by one: admissions lock waiters in their order, and nobody who holds one lock waits for another in a circle.
     for (execution_id,) in pg.execute(_EXECUTIONS, (holder_id,)).fetchall():
-        pg.execute(_END_EXECUTIONS, (execution_id, holder_id))
+        pg.execute(_END_EXECUTIONS, (_FATES[reason], execution_id, holder_id))
     crashed = reason == "dead"
     freed = pg.execute(_FREE_EXECUTIONS, (crashed, crashed, holder_id)).fetchall()
     for name, pinned_host_id, state, execution_id, watched in freed:
@@ -146,7 +196,3 @@ def end_holder(pg: PgConnection[Any], holder_id: UUID, *, reason: str, only_if_f
         # Then the row stays, and the next pass ends the rest. (Last, so that no admission waits for us in a circle.)
         pg.execute(_LOCK_HOLDER, (holder_id,))
         pg.execute(_END_HOLDER, (reason, holder_id))
-
-
-def _is_dead(incarnation: Incarnation) -> bool:
-    return kernel.verdict(incarnation) is Verdict.DEAD

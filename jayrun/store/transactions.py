@@ -31,6 +31,7 @@ from jayrun import kernel, probes
 from jayrun.errors import BookBusy
 from jayrun.store.engine import (
     Connections,
+    cast_off,
     connect_engine,
     denied,
     disentangled,
@@ -142,8 +143,10 @@ class Listener:
             return False
 
     def forget(self) -> None:
-        """In a forked child: let the parent's connection be; psycopg tells the server nothing from there."""
-        self._connection = None
+        """In a forked child: let go of the parent's connection."""
+        if self._connection is not None:
+            cast_off(self._connection)
+            self._connection = None
 
     def close(self) -> None:
         if self._connection is not None:
@@ -229,6 +232,12 @@ class Book:
     def tick_seconds(self) -> float:
         """The book's setting: how often reconcilers look."""
         return float(self.value("SELECT tick_seconds FROM jayrun.settings"))
+
+    def periods(self) -> tuple[float, float]:
+        """The book's settings: how often reconcilers look, and for how long what was pickled is kept (seconds)."""
+        row = self.written(lambda pg: pg.execute("SELECT tick_seconds, lend_seconds FROM jayrun.settings").fetchone())
+        assert row is not None
+        return float(row[0]), float(row[1])
 
     def value(self, statement: str, parameters: tuple[object, ...] = ()) -> Any:
         """The first column of the one row that `statement` gives, as one transaction of `written`."""

@@ -500,8 +500,10 @@ COMMENT ON FUNCTION jayrun.tell IS
 
 CREATE FUNCTION jayrun.picture(
     the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
+    the_holder uuid,
     OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
-    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json) LANGUAGE plpgsql
+    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json, OUT own_alive boolean)
+LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
@@ -560,6 +562,8 @@ BEGIN
                           AND t.state IN ('admitted', 'running'));
     END IF;
     IF the_execution IS NOT NULL THEN
+        -- Whoever ends the holder from here on makes this admission start anew (jayrun.holder_ends).
+        SELECT o.state || '' = 'alive' INTO own_alive FROM jayrun.holders o WHERE o.id = the_holder;
         SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
         SELECT json_build_array(e.state, e.holder_id, e.cancelled_at IS NOT NULL) INTO own_unit
         FROM jayrun.executions e WHERE e.id = the_unit;
@@ -915,19 +919,52 @@ COMMENT ON FUNCTION jayrun.pass_on IS
 
 VIEWS = """
 CREATE VIEW jayrun_audit.capacity AS
-SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, d.state,
+SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, w.state,
        d.exclusive_only, d.capacity_bytes, s.reserved_bytes,
-       CASE WHEN s.exclusively_leased OR d.state <> 'online' THEN 0
+       CASE WHEN s.exclusively_leased OR w.state <> 'online' THEN 0
             ELSE greatest(d.capacity_bytes - s.reserved_bytes, 0) END AS free_bytes,
        s.leases, s.exclusively_leased, d.host_id, d.id AS device_key
 FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) THEN 'offline'
+                ELSE d.state END AS state
+    FROM jayrun.settings b) w
 CROSS JOIN LATERAL (
     SELECT coalesce(sum(memory_bytes), 0)::bigint AS reserved_bytes, count(*)::integer AS leases,
            coalesce(bool_or(exclusive), false) AS exclusively_leased
     FROM jayrun.lease_shares WHERE device_id = d.id AND folded_at IS NULL AND ended_at IS NULL) s
 WHERE d.removed_at IS NULL;
 COMMENT ON VIEW jayrun_audit.capacity IS
-    'Every declared device: its capacity, what its live leases reserve, and what could be granted now';
+    'Every declared device: its capacity, what its live leases reserve, and what could be granted now; offline while its host is silent';
+
+CREATE VIEW jayrun_audit.hosts AS
+SELECT h.name AS host, h.identity,
+       CASE WHEN h.forgotten_at IS NOT NULL THEN 'forgotten'
+            WHEN h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) THEN 'silent' ELSE 'online' END AS state,
+       h.seen_at, clock_timestamp() - h.seen_at AS age,
+       (SELECT count(*) FROM jayrun.devices d WHERE d.host_id = h.id AND d.removed_at IS NULL)::integer AS devices,
+       (SELECT count(DISTINCT s.lease_id) FROM jayrun.devices d JOIN jayrun.lease_shares s ON s.device_id = d.id
+        WHERE d.host_id = h.id AND s.folded_at IS NULL AND s.ended_at IS NULL)::integer AS leases,
+       (SELECT count(*) FROM jayrun.holders o WHERE o.host_id = h.id AND o.state = 'alive')::integer AS holders,
+       h.boot_id, h.registered_at, h.forgotten_at, h.id AS host_id
+FROM jayrun.hosts h CROSS JOIN jayrun.settings b;
+COMMENT ON VIEW jayrun_audit.hosts IS
+    'Every host: whether somebody of it is in touch with the book (age: since when not), and what is declared and held there';
+
+CREATE VIEW jayrun_audit.holders AS
+SELECT o.id, h.name AS host, o.pid, o.user_name AS "user", o.database_user, o.label, o.command, o.role,
+       CASE WHEN o.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) THEN 'silent'
+            ELSE 'alive' END AS state,
+       o.registered_at AS since, o.seen_at, clock_timestamp() - o.seen_at AS age, x.leases, x.memory_bytes, o.pid_namespace,
+       o.boot_id, o.host_id
+FROM jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id CROSS JOIN jayrun.settings b
+CROSS JOIN LATERAL (
+    SELECT count(DISTINCT x.lease_id)::integer AS leases, coalesce(sum(s.memory_bytes), 0)::bigint AS memory_bytes
+    FROM (SELECT DISTINCT lease_id FROM jayrun.lease_holders WHERE holder_id = o.id AND ended_at IS NULL) x
+    JOIN jayrun.lease_shares s ON s.lease_id = x.lease_id) x
+WHERE o.state = 'alive';
+COMMENT ON VIEW jayrun_audit.holders IS
+    'Every process that the book has as alive: what it is, when somebody last saw it (silent: not of late), and what it holds';
 
 CREATE VIEW jayrun_audit.leases AS
 SELECT l.id, l.epoch, h.name AS host, s.device_ids, s.memory_bytes, s.exclusive, e.name AS execution, e.kind,

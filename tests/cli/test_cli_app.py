@@ -19,7 +19,7 @@ from jayrun.cli.exits import exit_code
 from jayrun.embedded import NotADatabaseUrl
 from jayrun.settings import child_environment
 
-LISTINGS = [("devices", "list"), ("leases", "list"), ("queue",)]
+LISTINGS = [("devices", "list"), ("leases", "list"), ("queue",), ("holders", "list"), ("hosts", "list")]
 
 
 def test_the_version(jayrun: Jayrun) -> None:
@@ -27,7 +27,7 @@ def test_the_version(jayrun: Jayrun) -> None:
     assert (told.code, told.out) == (0, f"jayrun {version('jayrun-leases')}\n")
 
 
-@pytest.mark.parametrize("group", [(), ("devices",), ("leases",), ("db",)])
+@pytest.mark.parametrize("group", [(), ("devices",), ("leases",), ("holders",), ("hosts",), ("db",)])
 def test_a_group_alone_shows_its_help(jayrun: Jayrun, group: tuple[str, ...]) -> None:
     told = jayrun(*group)
     assert told.code == 2
@@ -39,7 +39,7 @@ def test_a_group_alone_shows_its_help(jayrun: Jayrun, group: tuple[str, ...]) ->
     "command",
     [
         *("devices declare", "devices drain", "leases show", "queue", "why", "can", "reconciler", "demo"),
-        *("devices list", "leases list"),
+        *("devices list", "leases list", "holders list", "holders end", "hosts list", "hosts forget"),
     ],
 )
 def test_every_command_has_help(jayrun: Jayrun, command: str) -> None:
@@ -48,7 +48,7 @@ def test_every_command_has_help(jayrun: Jayrun, command: str) -> None:
     assert told.out.startswith(f"Usage: jayrun {command}")
 
 
-@pytest.mark.parametrize("group", ["", "devices", "leases", "db"])
+@pytest.mark.parametrize("group", ["", "devices", "leases", "holders", "hosts", "db"])
 def test_summaries_fit_a_terminal(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     told = jayrun(*group.split(), "--help").out
@@ -59,7 +59,8 @@ def test_summaries_fit_a_terminal(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatc
 def test_the_commands_come_in_the_order_one_gets_to_know_them(jayrun: Jayrun) -> None:
     commands = jayrun("--help").out.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in commands] == [
-        *("run", "can", "devices", "leases", "queue", "why", "executions", "worker", "db", "reconciler", "demo")
+        *("run", "can", "devices", "leases", "queue", "why", "executions", "worker", "holders", "hosts"),
+        *("db", "reconciler", "demo"),
     ]
 
 

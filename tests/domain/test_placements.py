@@ -129,9 +129,3 @@ def test_pickling_without_a_lease_gives_an_equal_value(protocol: int) -> None:
     plain = Placement(Device.GPU, Backend.CUDA, 1, 5, host_index=2)
     assert pickle.loads(pickle.dumps(plain, protocol)) == plain
     assert pickle.loads(pickle.dumps(PlacementGroup((plain,)), protocol)) == PlacementGroup((plain,))
-
-
-@pytest.mark.parametrize("value", [leased(1), PlacementGroup((leased(1), leased(2)))])
-def test_pickling_with_a_lease_is_refused(value: Placement | PlacementGroup) -> None:
-    with pytest.raises(TypeError, match=f"lease {LEASE} cannot be pickled"):
-        pickle.dumps(value)

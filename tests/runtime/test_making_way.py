@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 from fleet import MakeRuntime, gpus
+from history import replay
 from processes import CONTEXT, PATIENCE, process, until
 
 from jayrun import Data, Operator, Resource, Runtime
@@ -342,6 +343,7 @@ def test_eight_passes_at_once_tear_down_no_more_than_needed(
     owners[0].says("tears down", "model")
     owners[1].says("tears down", "model")
     assert owners[2].is_silent()
+    assert replay(sql) == 1 + 3 + 1
 
 
 def test_two_that_hold_and_wait_for_each_other(actor: MakeActor, book: Book, sql: psycopg.Connection) -> None:

@@ -16,6 +16,7 @@ import psycopg
 import pytest
 import work_for_workers as work
 from fleet import MakeRuntime, Scene, cuda, gpus, scene
+from history import replay
 from processes import PATIENCE, command, until
 
 from jayrun import RetryPolicy, Runtime, Ticket
@@ -97,6 +98,7 @@ def let_go(here: Scene, lease: Lease) -> None:
 def assert_clean(sql: Sql) -> None:
     assert sql.execute("SELECT * FROM jayrun_audit.violations").fetchall() == []
     until(lambda: sql.execute("SELECT count(*) FROM jayrun.leases WHERE ended_at IS NULL").fetchone() == (0,))
+    replay(sql)
 
 
 # --- submitting ------------------------------------------------------------------------------------------------------
@@ -678,6 +680,7 @@ def test_waiting_on_the_second_attempt_is_no_attempt(
 
 
 def test_a_supervisor_shows_life_for_a_worker_that_cannot(runtime: Runtime, crew: Crew, sql: Sql) -> None:
+    sql.execute("UPDATE jayrun.settings SET holder_ttl_seconds = 1.5")
     crew()
     [(pid, holder_id)] = workers(sql).items()
     os.kill(pid, signal.SIGSTOP)

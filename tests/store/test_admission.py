@@ -17,8 +17,8 @@ from processes import CONTEXT, PATIENCE, finished, process, until
 from jayrun import probes
 from jayrun.domain.devices import DeviceState
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store import admission, audit, devices, executions, holders, leases, reclaim
-from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
+from jayrun.store import admission, audit, devices, executions, holders, leases, reclaim, submissions
+from jayrun.store.admission import Ask, Ended, Granted, Impossible, Member, Parked, Unavailable
 from jayrun.store.executions import Attended, Claimed
 from jayrun.store.transactions import Book
 
@@ -427,6 +427,28 @@ def test_a_withdrawn_waiter_or_unclaimed_grant_leaves_nothing(book: Book, sql: p
     admission.combine(book, stage.host_id)
     assert audit.leases(book) == []
     assert audit.capacity(book)[0]["reserved_bytes"] == 0
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_what_is_kept_of_an_invocation_that_waits_outlives_its_withdrawal(
+    book: Book, sql: psycopg.Connection, cancels: bool
+) -> None:
+    """Somebody still uses what the invocation had been granted: its process, or one that it was handed to."""
+    stage = scene(book, gpus(2))
+    stage.granted(cuda(24, device_id=1))
+    waiting, first = stage.execution(), cuda(20, device_id=0)
+    asker = Member(execution=waiting, invocation=1, recorded=(first,))
+    outcome = admission.reserve(book, Ask(asker=asker, position=0))
+    assert isinstance(outcome, Granted)
+    asker = Member(execution=waiting, invocation=1, recorded=(first, cuda(5, device_id=1)), booked=1)
+    assert admission.reserve(book, Ask(asker=asker, position=1)) == Parked()
+    if cancels:
+        submissions.cancel(book, waiting.id, who="me")
+    else:
+        assert executions.withdraw(book, waiting.id, state=ExecutionState.FAILED, failure=None)
+    assert outcome.lease.id in {row["id"] for row in audit.leases(book)}
+    assert stage.reserve(cuda(20, device_id=0), wait=False)[1] == Unavailable()
+    replay(sql)
 
 
 # --- real processes --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from fleet import Scene, cuda, gpus, scene
+from history import replay
 
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
@@ -139,13 +140,14 @@ def at_once(host: Scene, passes: int = 8) -> list[tuple[int, int]]:
     return did
 
 
-def test_eight_passes_at_once_flag_no_more_than_needed(host: Scene) -> None:
+def test_eight_passes_at_once_flag_no_more_than_needed(host: Scene, sql: psycopg.Connection) -> None:
     for _ in range(12):
         cached(host, 2, holder=another(host))
     for _ in range(2):
         waits(host, cuda(4))
     did = at_once(host)
     assert sum(flags for flags, _ in did) == 4
+    assert replay(sql) == 12
 
 
 def only_waits(host: Scene, holder: Holder) -> None:
@@ -173,6 +175,7 @@ def test_eight_passes_at_once_fail_one_of_a_circle(host: Scene, sql: psycopg.Con
         "SELECT id, state FROM jayrun.executions WHERE failure ->> 'type' = 'PlacementDeadlock'"
     ).fetchall()
     assert row == [(youngest, "failed")]
+    replay(sql)
 
 
 def test_a_process_that_still_runs_something_is_in_no_circle(host: Scene) -> None:

@@ -12,6 +12,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from fleet import Scene, cuda, gpus, scene
+from history import replay
 from processes import PATIENCE, until
 
 from jayrun import kernel, probes
@@ -99,6 +100,7 @@ def test_more_threads_than_connections_cancel(book: Book, sql: Sql) -> None:
 
     with ThreadPoolExecutor(len(waiting)) as pool:
         assert set(pool.map(cancel, waiting, timeout=PATIENCE)) == {ExecutionState.CANCELLED}
+    assert replay(sql) == 1
 
 
 def test_connections_of_a_burst_are_closed_while_one_goes_on(book: Book, sql: Sql) -> None:

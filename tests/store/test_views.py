@@ -24,6 +24,11 @@ COLUMNS = {
         "position execution_id execution kind host priority asks reason bypassed dormant pid user label waiting_since"
         " waiting host_id"
     ),
+    "hosts": ("host identity state seen_at age devices leases holders boot_id registered_at forgotten_at host_id"),
+    "holders": (
+        "id host pid user database_user label command role state since seen_at age leases memory_bytes pid_namespace"
+        " boot_id host_id"
+    ),
     "violations": "rule subject detail",
 }
 
@@ -115,6 +120,55 @@ def test_capacity(hand: Sql) -> None:
         ("one", "gpu", 2, None, "draining", 10 * GIGABYTE, 0, 0, 0, False),
         ("two", "gpu", 0, None, "online", 10 * GIGABYTE, 0, 10 * GIGABYTE, 0, False),
     ]
+
+
+SILENT = "seen_at = clock_timestamp() - interval '31 s'"
+
+
+def test_the_devices_of_a_silent_host_are_offline(hand: Sql) -> None:
+    hand.execute(f"UPDATE jayrun.hosts SET {SILENT} WHERE id = 1")
+    rows = hand.execute(
+        "SELECT host, state, free_bytes, leases FROM jayrun_audit.capacity ORDER BY device_key"
+    ).fetchall()
+    assert rows == [
+        *(("one", "offline", 0, leases) for leases in (1, 1, 0, 0)),
+        ("two", "online", 10 * GIGABYTE, 0),
+    ]
+    (reason,) = hand.execute("SELECT reason FROM jayrun_audit.queue WHERE execution = 'Slow'").fetchall()
+    assert reason == ("gpu 0: offline",)
+
+
+def test_hosts(hand: Sql) -> None:
+    query = (
+        "SELECT host, identity, state, age >= interval '0', devices, leases, holders, boot_id FROM jayrun_audit.hosts"
+        " ORDER BY host_id"
+    )
+    assert hand.execute(query).fetchall() == [
+        ("one", "one", "online", True, 4, 2, 2, "b"),
+        ("two", "two", "online", True, 1, 0, 1, "b"),
+    ]
+    hand.execute(f"UPDATE jayrun.hosts SET {SILENT}")
+    hand.execute("UPDATE jayrun.hosts SET forgotten_at = clock_timestamp() WHERE id = 2")
+    hand.execute("UPDATE jayrun.devices SET removed_at = clock_timestamp() WHERE id = 5")
+    assert [row[2:6] for row in hand.execute(query).fetchall()] == [("silent", True, 4, 2), ("forgotten", True, 0, 0)]
+
+
+def test_holders(hand: Sql) -> None:
+    query = (
+        'SELECT id, host, pid, "user", label, command, role, state, leases, memory_bytes FROM jayrun_audit.holders'
+        " ORDER BY pid"
+    )
+    hand.execute(f"UPDATE jayrun.holders SET {SILENT} WHERE id = %s", (UUID(int=2),))
+    assert hand.execute(query).fetchall() == [
+        (UUID(int=1), "one", 101, "ann", "first", "train.py", "runtime", "alive", 1, 6 * GIGABYTE),
+        (UUID(int=2), "one", 102, "bob", "", "serve.py", "runtime", "silent", 2, 6 * GIGABYTE),
+        (UUID(int=3), "two", 103, "eve", "", "else.py", "runtime", "alive", 0, 0),
+    ]
+    hand.execute(
+        "UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_reason = 'dead' WHERE id = %s",
+        (UUID(int=3),),
+    )
+    assert len(hand.execute(query).fetchall()) == 2
 
 
 def test_leases(hand: Sql) -> None:

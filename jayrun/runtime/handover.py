@@ -1,0 +1,28 @@
+"""Placements that come from another process: whoever unpickles one becomes a further holder of its lease."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from jayrun.errors import LeaseLost
+from jayrun.runtime.holds import Hold
+from jayrun.runtime.service import own_service, services
+
+
+def joined(lease_id: UUID, epoch: int) -> Hold:
+    """This process's hold on a lease that another one has lent; pickles call this by its name.
+
+    It asks the books of this process's Runtimes, or without any the one that the settings name. Raises `LeaseLost` when
+    the lease has ended, `PlacementUnavailableHere` when it is on another host, and `BookUnreachable`.
+    """
+    asked = services() or [own_service()]
+    for service in asked:
+        hold = service.outbox.holds.get((lease_id, epoch))
+        if hold is not None and hold.lost is None:
+            return hold
+    for service in asked[:-1]:
+        try:
+            return service.join(lease_id, epoch)
+        except LeaseLost:  # or perhaps it is in another book
+            continue
+    return asked[-1].join(lease_id, epoch)
