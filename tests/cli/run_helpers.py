@@ -26,6 +26,8 @@ from jayrun.store.transactions import Book
 JAYRUN = "from jayrun.cli.app import main; main()"
 SHORT_GRACE = f"from jayrun.runtime import leftovers; leftovers.GRACE_SECONDS = 0.3; {JAYRUN}"
 """`jayrun` with less patience for processes that do not heed SIGTERM."""
+QUICK_BEAT = f"from jayrun.runtime import command; command.BEAT_SECONDS = 0.1; {JAYRUN}"
+"""`jayrun` whose commands show life, and hear that they lost their lease, more often."""
 
 
 @contextmanager

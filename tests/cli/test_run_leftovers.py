@@ -16,7 +16,18 @@ import psycopg
 import pytest
 from cli_helpers import Jayrun
 from processes import PATIENCE, process, until
-from run_helpers import JAYRUN, SHORT_GRACE, ended, lives, nothing_left, read_error, read_line, reclaimed, started
+from run_helpers import (
+    JAYRUN,
+    QUICK_BEAT,
+    SHORT_GRACE,
+    ended,
+    lives,
+    nothing_left,
+    read_error,
+    read_line,
+    reclaimed,
+    started,
+)
 
 from jayrun import probes
 from jayrun.embedded import Throwaway
@@ -322,6 +333,31 @@ def test_what_runs_in_a_nested_run_bears_the_inner_lease(url: str, book: Book, h
         os.kill(sleeper, signal.SIGKILL)
         until(lambda: reclaimed(book, host_id))
     nothing_left(book, host_id)
+
+
+# --- taken away ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lever", ["holders", "hosts"])
+def test_a_lease_that_was_taken_away_is_told(
+    jayrun: Jayrun, url: str, book: Book, host_id: int, sql: psycopg.Connection, lever: str
+) -> None:
+    with started(url, "--", "sh", "-c", "echo $$; exec sleep 1000", jayrun=QUICK_BEAT) as wrapper:
+        command = int(read_line(wrapper))
+        [lease] = audit.leases(book)
+        [(holder, host)] = sql.execute(
+            "SELECT o.id::text, h.name FROM jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id WHERE o.pid = %s",
+            (command,),
+        ).fetchall()
+        words = ("holders", "end", holder) if lever == "holders" else ("hosts", "forget", host)
+        assert jayrun(*words, "--force").code == 0
+        assert f"lease {lease['id']} was taken away" in read_error(wrapper)
+        until(lambda: not audit.leases(book))
+        assert lives(command)
+        os.kill(command, signal.SIGTERM)
+        code, _, err = ended(wrapper)
+        assert (code, err) == (128 + signal.SIGTERM, "")
+    assert (audit.leases(book), audit.violations(book)) == ([], [])
 
 
 # --- the book is away ------------------------------------------------------------------------------------------------
