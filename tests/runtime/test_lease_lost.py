@@ -194,9 +194,11 @@ def test_who_waits_is_told_that_its_place_is_gone(make_runtime: MakeRuntime, boo
     blocker = runtime.run(Take, memory_gb=24)
     waiting = runtime.start(Take, memory_gb=24)
     parked(book)
+    former = runtime._service.holder.id
     declare_dead(book, runtime)
     with pytest.raises(PlacementCancelled, match="ended without finishing"):
         waiting.result(PATIENCE)
+    noticed(runtime, former)
     assert runtime.run(Take, memory_gb=24, timeout=PATIENCE).value == "taken"
     del blocker
 

@@ -32,7 +32,7 @@ from jayrun.store.transactions import Book
 Sql = psycopg.Connection[tuple[Any, ...]]
 Start = Callable[..., Agent]
 
-QUICK = "UPDATE jayrun.settings SET holder_ttl_seconds = 1.5, tick_seconds = 0.1"
+QUICK = "UPDATE jayrun.settings SET holder_ttl_seconds = 4, tick_seconds = 0.1"
 HOUR_AGO = "clock_timestamp() - interval '1 hour'"
 HOLD = "me = holders.register(book, host_id, role='runtime'); here = Scene(book, host_id, me)"
 
@@ -77,21 +77,22 @@ def test_a_renamed_host_is_the_same_host(sql: Sql, start: Start) -> None:
 def test_after_a_restart_the_same_machine_is_the_same_host(sql: Sql, start: Start) -> None:
     """R11: what ran before the restart ends once it was silent for the TTL, and had time to speak."""
     sql.execute(QUICK)
-    first = start("boot-1")
+    first, second = start("boot-1"), start("boot-2")
     first(ATTEST)
     first(HOLD)
     first("devices.declare(book, host_id, gpus(1)); lease = here.granted(cuda(24))")
     host = the_host(sql, "id")
     seen = the_host(sql, "seen_at")
+    until(lambda: first("holders.beat(book, me)") and the_host(sql, "seen_at") != seen)
+    seen = the_host(sql, "seen_at")
     first.kill()
-    second = start("boot-2")
     second(ATTEST)
     assert the_host(sql, "id, boot_id") == (*host, "boot-2")
     assert "host " in second.words()
     assert "was heard of" in second.words()
     assert "at most" in second.words()
     assert len(second.words().splitlines()) == 1
-    silent = "SELECT watched_since - %s >= interval '1.5 s' FROM jayrun.hosts"
+    silent = "SELECT watched_since - %s >= interval '4 s' FROM jayrun.hosts"
     assert sql.execute(silent, seen).fetchone() == (True,)
     assert second("reclaim.sweep(book, host_id)") == 0  # perhaps the database was away, and it speaks now
     second(HOLD)
