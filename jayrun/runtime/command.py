@@ -116,6 +116,14 @@ class _Wrapped:
 
     def take_turn(self, waiting: Callable[[UUID], None]) -> bool:
         """Ask, and wait if need be; whether the lease is there. It is not when the child was ended meanwhile."""
+        try:
+            self._ask(waiting)
+        except (PlacementCancelled, LeaseLost):
+            if not self._child.ended(0):  # else somebody found it dead before we did
+                raise
+        return self._lease is not None
+
+    def _ask(self, waiting: Callable[[UUID], None]) -> None:
         member = Member(execution=self._execution, invocation=1, recorded=(self._terms.request,))
         asked = Ask(asker=member, position=0, wait=self._terms.timeout_seconds != 0)
         match admission.reserve(self._book, asked):
@@ -132,7 +140,6 @@ class _Wrapped:
                 raise PlacementCancelled(f"the execution is {state} in the book")
             case unknown:
                 assert_never(unknown)
-        return self._lease is not None
 
     def _hold_too(self, lease: Lease) -> None:
         """Make this process a further holder, before the command runs: so whoever finds the command dead finds that
@@ -140,13 +147,8 @@ class _Wrapped:
         if self._own is None:
             self._own = holders.register(self._book, self._holder.host_id, role="wrapper", label=self._terms.label)
             self._holders.append(self._own)
-        try:
-            leases.join(self._book, self._own, Held(lease.id, lease.epoch))
-        except LeaseLost:
-            if not self._child.ended(0):
-                raise
-        else:
-            self._lease = lease
+        leases.join(self._book, self._own, Held(lease.id, lease.epoch))
+        self._lease = lease
 
     def _wait_for_turn(self, waiting: Callable[[UUID], None]) -> None:
         book, seconds = self._book, self._terms.timeout_seconds
