@@ -16,7 +16,7 @@ from .db import db
 from .demo import demo
 from .devices import devices
 from .executions import executions
-from .exits import FAILED, exit_code
+from .exits import FAILED, INTERRUPTED, exit_code
 from .holders import holders
 from .hosts import hosts
 from .leases import leases
@@ -83,6 +83,8 @@ def main() -> None:
     except JayrunError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(exit_code(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

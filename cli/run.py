@@ -9,9 +9,12 @@ from uuid import UUID
 import typer
 from typer.core import TyperCommand
 
+from jayrun import probes
 from jayrun.domain.requests import Request
 from jayrun.domain.units import format_bytes
 from jayrun.errors import JayrunError
+from jayrun.runtime.leftovers import OnExit
+from jayrun.runtime.saying import say
 from jayrun.settings import Settings
 from jayrun.store.transactions import Book
 
@@ -46,17 +49,26 @@ def run(
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of waiting.")] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Give up at once when nothing is free.")] = False,
     label: Annotated[str, typer.Option(help="Free text shown beside the lease.")] = "",
+    on_exit: Annotated[
+        OnExit,
+        typer.Option(help="What becomes of processes that COMMAND leaves running: waited for, or ended."),
+    ] = OnExit.WAIT,
 ) -> None:
     """Run COMMAND on GPUs of this host when they are free.
 
-    It sees them, and no others, by CUDA_VISIBLE_DEVICES. The lease lives as long as the command, also when jayrun
-    itself is killed.
+    It sees them, and no others, by CUDA_VISIBLE_DEVICES. The lease lives as long as the command and all that it
+    started, also when jayrun itself is killed.
+
+    Ctrl-C, SIGTERM and SIGHUP reach COMMAND, which answers them. When COMMAND has ended and left processes running,
+    jayrun waits for them: then Ctrl-C or SIGTERM sends them SIGTERM, a second one SIGKILL, and SIGHUP is passed on.
+    With --on-exit=kill they get SIGTERM at once, and SIGKILL after 10 seconds.
 
     Exit code: the command's own (128 +
     signal); 120 + jayrun's code for failures of jayrun (122 usage, 123 impossible, 124 timed out waiting, 125 database
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
     """
-    from jayrun.runtime.command import CannotExecute, PausedChild, Terms, run_command
+    from jayrun.runtime.command import Terms, run_command
+    from jayrun.runtime.paused import CannotExecute, PausedChild
 
     try:
         request = request_of(gpus, memory_gb, exclusive, device_id)
@@ -65,14 +77,21 @@ def run(
     except (TypeError, ValueError) as error:
         raise _failure(error, USAGE) from None
     settings = Settings.load()
+    probes.arm_from_settings(settings.probes)
     child: PausedChild | None = None
     try:
         child = PausedChild(command)  # forked before any connection or thread exists
         book, host_id = _open_book(settings)
-        terms = Terms(request=request, priority=priority, timeout_seconds=seconds, label=label or settings.label)
+        terms = Terms(
+            request=request,
+            priority=priority,
+            timeout_seconds=seconds,
+            label=label or settings.label,
+            on_exit=on_exit,
+        )
         code = run_command(child, book, host_id, terms, command=command, waiting=_Progress(book, request))
     except CannotExecute as error:
-        typer.echo(f"jayrun: {error}", err=True)
+        say(f"jayrun: {error}")
         raise typer.Exit(127 if error.number == errno.ENOENT else 126) from None
     except JayrunError as error:
         raise _failure(error, exit_code(error)) from None
@@ -102,7 +121,7 @@ def _open_book(settings: Settings) -> tuple[Book, int]:
 
 
 def _failure(error: BaseException, code: int) -> typer.Exit:
-    typer.echo(f"error: {error}", err=True)
+    say(f"error: {error}")
     return typer.Exit(OWN_FAILURE + code)
 
 
@@ -128,7 +147,7 @@ class _Progress:
             "; ".join(shown) or "nothing"
         )
         if text != self._said:
-            typer.echo(text, err=True)
+            say(text)
             self._said = text
 
 

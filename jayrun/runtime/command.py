@@ -1,114 +1,56 @@
 """A wrapped command: a paused child becomes the holder, waits its turn, and is let go with its devices in its sight.
 
 The child itself holds the lease, known to the book by pid and start ticks, which exec keeps. So the lease lives as long
-as the command, also when this parent is killed; and a child whose parent is killed before its turn ends by itself.
+as the command, also when this parent is killed; and a child whose parent is killed before its turn ends by itself. The
+parent is a further holder, for what the command leaves running.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
-import shutil
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, assert_never
+from typing import assert_never
 from uuid import UUID
 
 from jayrun import kernel, probes
+from jayrun.descendants import LEASE_VARIABLE
 from jayrun.domain.devices import Backend
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
-from jayrun.errors import BookError, BookUnreachable, PlacementCancelled, PlacementImpossible, PlacementTimeout
+from jayrun.errors import (
+    BookError,
+    BookUnreachable,
+    LeaseLost,
+    PlacementCancelled,
+    PlacementImpossible,
+    PlacementTimeout,
+)
 from jayrun.runtime import reconciler
-from jayrun.settings import child_environment
+from jayrun.runtime.leftovers import Leftovers, OnExit, collect_orphans
+from jayrun.runtime.paused import PausedChild
+from jayrun.runtime.saying import say
 from jayrun.store import admission, executions, holders, leases
 from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
+from jayrun.store.holders import Holder
 from jayrun.store.ids import new_id
-from jayrun.store.leases import Finished, Lease
+from jayrun.store.leases import Finished, Held, Lease
 from jayrun.store.transactions import Book
 
 BEAT_SECONDS = 10.0
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
-_FOR_THE_CHILD_ALONE = (signal.SIGINT, signal.SIGQUIT)  # the terminal sends these to both; the child answers them
-
-
-class CannotExecute(Exception):
-    """The command could not be executed; `number` is the errno that says why."""
-
-    def __init__(self, command: str, number: int) -> None:
-        super().__init__(f"{command}: {os.strerror(number)}")
-        self.number = number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On which terms a command waits: `timeout_seconds` None means for ever, 0 not at all."""
+    """On which terms a command waits (`timeout_seconds` None means for ever, 0 not at all), and ends."""
 
     request: Request
     priority: int = 0
     timeout_seconds: float | None = None
     label: str = ""
-
-
-class PausedChild:
-    """A child of this process that waits on a pipe before it executes `command`. Fork it before anything is opened.
-
-    Raises `CannotExecute` when there is no such command: better before it waits for its turn than after.
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = list(command)
-        if _is_unknown(command[0]):
-            raise CannotExecute(command[0], errno.ENOENT)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose the exit code
-        go_reader, self._go = os.pipe()
-        self._failed, failed_writer = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._go)
-            os.close(self._failed)
-            _execute_when_told(self._command, go_reader, failed_writer)
-        os.close(go_reader)
-        os.close(failed_writer)
-        self.pidfd = os.pidfd_open(self.pid)
-        self._status: int | None = None
-
-    def execute(self, environment: dict[str, str]) -> None:
-        """Let it go. Raises `CannotExecute`; after that the child is gone."""
-        with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile; its status tells
-            os.write(self._go, json.dumps(environment).encode())
-        os.close(self._go)
-        self._go = -1
-        with os.fdopen(self._failed, "rb") as failed:
-            number = failed.read()
-        if number:
-            self.wait()
-            raise CannotExecute(self._command[0], int(number))
-
-    def ended(self, timeout_seconds: float) -> bool:
-        """Whether it has ended, waiting for that up to `timeout_seconds`."""
-        return kernel.readable(timeout_seconds, self.pidfd)
-
-    def wait(self) -> int:
-        """Its exit code, 128 + the signal's number if a signal ended it; waits for the end."""
-        if self._status is None:
-            _, status = os.waitpid(self.pid, 0)
-            code = os.waitstatus_to_exitcode(status)
-            self._status = 128 - code if code < 0 else code
-        return self._status
-
-    def dismiss(self) -> None:
-        """End it before it was told to go."""
-        if self._go >= 0:
-            os.close(self._go)  # the end of the pipe is its sign to leave
-            self._go = -1
-        self.wait()
+    on_exit: OnExit = OnExit.WAIT
 
 
 def run_command(
@@ -120,96 +62,190 @@ def run_command(
     command: Sequence[str],
     waiting: Callable[[UUID], None],
 ) -> int:
-    """Give `child` its turn and stay until it has ended; returns its exit code (128 + signal).
+    """Give `child` its turn, and stay until all that it started has ended; returns its exit code (128 + signal).
 
     `waiting(execution id)` is called now and then while it waits. Raises `PlacementImpossible`, `PlacementTimeout`,
     `CannotExecute` and the book's errors; then the child is gone and nothing is left in the book.
     """
     kernel.become_subreaper()
-    with _signals_for(child):
-        who = kernel.incarnation(child.pid)
-        text = " ".join(command)[:200]
-        holder = holders.register(book, host_id, role="command", label=terms.label, command=text, incarnation=who)
-        execution_id = new_id()
-        execution = Execution(
-            id=execution_id,
+    child.take_signals()
+    who = kernel.incarnation(child.pid)
+    text = " ".join(command)[:200]
+    holder = holders.register(book, host_id, role="command", label=terms.label, command=text, incarnation=who)
+    leftovers = Leftovers(child, since_ticks=who.start_ticks)
+    wrapped = _Wrapped(child, leftovers, book, holder, terms, name=os.path.basename(command[0]))
+    probes.reach("command.registered")
+    try:
+        if wrapped.take_turn(waiting):
+            probes.reach("command.granted")
+            wrapped.execute()
+            wrapped.stay()
+    except BaseException:  # the child goes, whatever came between
+        child.dismiss()
+        with contextlib.suppress(BookError):  # then any pass of the host sees that the child is gone
+            wrapped.leave()
+        raise
+    return wrapped.conclude()
+
+
+class _Wrapped:
+    """A command, and what the book knows of it: its execution, its lease, and the two processes that hold it."""
+
+    def __init__(
+        self, child: PausedChild, leftovers: Leftovers, book: Book, holder: Holder, terms: Terms, *, name: str
+    ) -> None:
+        self._child = child
+        self._leftovers = leftovers
+        self._book = book
+        self._holder = holder
+        self._terms = terms
+        self._lease: Lease | None = None
+        self._own: Holder | None = None  # this process, once it holds the lease too
+        self._holders = [holder]
+        self._lost = False
+        key = new_id()
+        self._execution = Execution(
+            id=key,
             kind="command",
-            name=os.path.basename(command[0]),
-            host_id=host_id,
+            name=name,
+            host_id=holder.host_id,
             holder_id=holder.id,
-            unit_id=execution_id,
+            unit_id=key,
             priority=terms.priority,
         )
+
+    def take_turn(self, waiting: Callable[[UUID], None]) -> bool:
+        """Ask, and wait if need be; whether the lease is there. It is not when the child was ended meanwhile."""
         try:
-            lease = _turn(child, book, execution, terms, waiting)
-            if lease is not None:
-                probes.reach("command.granted")
-                child.execute(_environment(terms.request, lease))
-                _stay(child, book, holder)
-        except BaseException:  # the child goes, whatever came between
-            child.dismiss()
-            with contextlib.suppress(BookError):  # then any pass of the host sees that the child is gone
-                holders.leave(book, holder)
-                _hand_on(book, host_id)
-            raise
-        code = child.wait()
-        _report(book, holder, execution_id, lease, code)
+            self._ask(waiting)
+        except (PlacementCancelled, LeaseLost):
+            if not self._child.ended(0):  # else somebody found it dead before we did
+                raise
+        return self._lease is not None
+
+    def _ask(self, waiting: Callable[[UUID], None]) -> None:
+        member = Member(execution=self._execution, invocation=1, recorded=(self._terms.request,))
+        asked = Ask(asker=member, position=0, wait=self._terms.timeout_seconds != 0)
+        match admission.reserve(self._book, asked):
+            case Granted(lease):
+                self._hold_too(lease)
+            case Parked():
+                self._wait_for_turn(waiting)
+            case Unavailable():
+                asks = self._terms.request.describe()
+                raise PlacementTimeout(f"{asks} is not available now, and it was told not to wait")
+            case Impossible(reason):
+                raise PlacementImpossible(reason)
+            case Ended(state):
+                raise PlacementCancelled(f"the execution is {state} in the book")
+            case unknown:
+                assert_never(unknown)
+
+    def _hold_too(self, lease: Lease) -> None:
+        """Make this process a further holder, before the command runs: so whoever finds the command dead finds that
+        the lease is still held, and this process sees what the command left running."""
+        if self._own is None:
+            self._own = holders.register(self._book, self._holder.host_id, role="wrapper", label=self._terms.label)
+            self._holders.append(self._own)
+        leases.join(self._book, self._own, Held(lease.id, lease.epoch))
+        self._lease = lease
+
+    def _wait_for_turn(self, waiting: Callable[[UUID], None]) -> None:
+        book, seconds = self._book, self._terms.timeout_seconds
+        give_up_at = None if seconds is None else time.monotonic() + seconds
+        tick_seconds = book.tick_seconds()
+        reachable = True
+        with book.listen(str(self._holder.id)) as listener:
+            while not self._child.ended(0):  # by Ctrl-C, or by a signal that was passed on
+                listener.open()
+                try:
+                    lease = _granted(book, self._execution)
+                    if not reachable:
+                        say("jayrun: the book is back")
+                        reachable = True
+                    if lease is not None:
+                        self._hold_too(lease)
+                        return
+                    if give_up_at is not None and time.monotonic() >= give_up_at:
+                        failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited too long"}
+                        if executions.withdraw(book, self._execution.id, state=ExecutionState.FAILED, failure=failure):
+                            raise _timed_out(self._terms)
+                        continue  # admitted at the last moment
+                    # Perhaps nobody else is there to see that who holds is dead.
+                    if reconciler.run_pass(book, self._holder.host_id).admitted:
+                        continue
+                    waiting(self._execution.id)
+                except BookUnreachable as error:  # the place in the queue is kept by the book
+                    if reachable:
+                        say(f"jayrun: {error}\njayrun: still waiting")
+                    reachable = False
+                    if give_up_at is not None and time.monotonic() >= give_up_at:
+                        raise _timed_out(self._terms) from error
+                left = tick_seconds if give_up_at is None else min(give_up_at - time.monotonic(), tick_seconds)
+                listener.wait(left, self._child.pidfd)
+
+    def execute(self) -> None:
+        """Let the command run. Raises `CannotExecute`."""
+        assert self._lease is not None
+        self._child.execute(_environment(self._terms.request, self._lease))
+
+    def stay(self) -> None:
+        """Until the command ends, showing life for it now and then; what the book misses meanwhile does no harm."""
+        while not self._child.ended(BEAT_SECONDS):
+            self._show_life()
+            collect_orphans(self._child)
+
+    def _show_life(self) -> None:
+        with contextlib.suppress(BookError):
+            is_alive, *_ = [holders.beat(self._book, holder) for holder in self._holders]
+            if not is_alive and not self._lost:  # the book has ended it
+                self._lost = True
+                assert self._lease is not None
+                say(
+                    f"jayrun: lease {self._lease.id} was taken away: an administrator ended its holder, or had this "
+                    "host forgotten; the command goes on without a lease, on devices that may be given to others"
+                )
+                self.leave()  # the other process held it for the same command
+
+    def conclude(self) -> int:
+        """The command has ended: tell the book, and leave the lease once nothing of it runs. Returns its exit code."""
+        code = self._child.wait()
+        probes.reach("command.ended")
+        lingering = self._lease is not None and self._leftovers.exist()
+        self._tell(code, gone=not lingering)
+        if lingering:
+            self._leftovers.see_out(self._terms.on_exit, show_life=self._show_life, beat_seconds=BEAT_SECONDS)
+            self._tell(code, gone=True)
         return code
 
+    def _tell(self, code: int, *, gone: bool) -> None:
+        """How the command ended, and whether all it started is gone. Told already, it changes nothing. If the book
+        cannot be told, any pass of the host sees who is dead."""
+        try:
+            if self._lease is not None:
+                state = ExecutionState.SUCCEEDED if code == 0 else ExecutionState.FAILED
+                failure = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
+                self._release(self._holder, self._lease, [Finished(self._execution.id, state, failure)])
+            holders.leave(self._book, self._holder)
+            self._holders = [self._own] if self._own is not None else []
+            probes.reach("command.told")
+            if gone:
+                if self._own is not None and self._lease is not None:
+                    self._release(self._own, self._lease)
+                self.leave()
+        except BookError as error:
+            say(f"jayrun: the command has ended, but the book could not be told yet: {error}")
 
-def _turn(
-    child: PausedChild, book: Book, execution: Execution, terms: Terms, waiting: Callable[[UUID], None]
-) -> Lease | None:
-    """The lease, once it is there; None when the child was ended while it waited."""
-    member = Member(execution=execution, invocation=1, recorded=(terms.request,))
-    outcome = admission.reserve(book, Ask(asker=member, position=0, wait=terms.timeout_seconds != 0))
-    match outcome:
-        case Granted(lease):
-            return lease
-        case Parked():
-            return _wait_for_turn(child, book, execution, terms, waiting)
-        case Unavailable():
-            raise PlacementTimeout(f"{terms.request.describe()} is not available now, and it was told not to wait")
-        case Impossible(reason):
-            raise PlacementImpossible(reason)
-        case Ended(state):
-            raise PlacementCancelled(f"the execution is {state} in the book")
-        case _:
-            assert_never(outcome)
+    def _release(self, holder: Holder, lease: Lease, finished: Sequence[Finished] = ()) -> None:
+        held = Held(lease.id, lease.epoch)
+        leases.settle(self._book, holder.host_id, holder.id, released=[held], finished=finished)
 
-
-def _wait_for_turn(
-    child: PausedChild, book: Book, execution: Execution, terms: Terms, waiting: Callable[[UUID], None]
-) -> Lease | None:
-    give_up_at = None if terms.timeout_seconds is None else time.monotonic() + terms.timeout_seconds
-    tick_seconds = book.tick_seconds()
-    reachable = True
-    with book.listen(str(execution.holder_id)) as listener:
-        while not child.ended(0):  # by Ctrl-C, or by a signal that was passed on
-            listener.open()
-            try:
-                lease = _granted(book, execution)
-                if lease is not None:
-                    return lease
-                if give_up_at is not None and time.monotonic() >= give_up_at:
-                    failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited too long"}
-                    if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
-                        raise _timed_out(terms)
-                    continue  # admitted at the last moment
-                # Perhaps nobody else is there to see that who holds is dead.
-                if reconciler.run_pass(book, execution.host_id).admitted:
-                    continue
-                waiting(execution.id)
-                reachable = True
-            except BookUnreachable as error:  # the place in the queue is kept by the book
-                if reachable:
-                    print(f"jayrun: {error}\njayrun: still waiting", file=sys.stderr)
-                reachable = False
-                if give_up_at is not None and time.monotonic() >= give_up_at:
-                    raise _timed_out(terms) from error
-            left = tick_seconds if give_up_at is None else min(give_up_at - time.monotonic(), tick_seconds)
-            listener.wait(left, child.pidfd)
-    return None
+    def leave(self) -> None:
+        """Its processes are holders no more; whoever waits is served."""
+        for holder in self._holders:
+            holders.leave(self._book, holder)
+        if leases.anybody_waits(self._book, self._holder.host_id):
+            admission.combine(self._book, self._holder.host_id)
 
 
 def _timed_out(terms: Terms) -> PlacementTimeout:
@@ -234,45 +270,9 @@ def _granted(book: Book, execution: Execution) -> Lease | None:
     return None
 
 
-def _stay(child: PausedChild, book: Book, holder: holders.Holder) -> None:
-    """Until the command ends, showing life for it now and then; what the book misses meanwhile does no harm."""
-    while not child.ended(BEAT_SECONDS):
-        with contextlib.suppress(BookError):
-            holders.beat(book, holder)
-        _reap_orphans(child)
-
-
-def _reap_orphans(child: PausedChild) -> None:
-    """Descendants that the command left behind became children of this process; their ends are collected."""
-    while True:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None or ended.si_pid == child.pid:
-            return
-        os.waitpid(ended.si_pid, 0)
-
-
-def _report(book: Book, holder: holders.Holder, execution_id: UUID, lease: Lease | None, code: int) -> None:
-    """Tell the book how it ended. If the book cannot be told, any pass of the host sees that the child is gone."""
-    try:
-        if lease is not None:
-            state = ExecutionState.SUCCEEDED if code == 0 else ExecutionState.FAILED
-            failure = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
-            finished = [Finished(execution_id, state, failure)]
-            leases.settle(book, holder.host_id, holder.id, released=[(lease.id, lease.epoch)], finished=finished)
-        holders.leave(book, holder)
-        _hand_on(book, holder.host_id)
-    except BookError as error:
-        print(f"jayrun: the command has ended, but the book could not be told yet: {error}", file=sys.stderr)
-
-
-def _hand_on(book: Book, host_id: int) -> None:
-    if leases.anybody_waits(book, host_id):
-        admission.combine(book, host_id)
-
-
 def _environment(request: Request, lease: Lease) -> dict[str, str]:
     """What tells the command which devices are its own: UUIDs where all are known, else numbers in PCI order."""
-    variables = {"JAYRUN_LEASE": str(lease.id)}
+    variables = {LEASE_VARIABLE: str(lease.id)}
     if request.backend is Backend.CUDA:
         uuids = [share.device_uuid for share in lease.shares]
         names = [name for name in uuids if name is not None]
@@ -280,48 +280,3 @@ def _environment(request: Request, lease: Lease) -> dict[str, str]:
             names = [str(share.host_index) for share in lease.shares]
         variables |= {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return variables
-
-
-@contextmanager
-def _signals_for(child: PausedChild) -> Iterator[None]:
-    """While the child lives: what ends a service goes on to it, what the terminal sends is left to it."""
-
-    def forward(number: int, frame: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(child.pidfd, number)
-
-    # What was ignored when this process started (nohup) stays ignored, for the command too.
-    before = {number: signal.signal(number, forward) for number in _FORWARDED if not _is_ignored(number)}
-    before |= {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_CHILD_ALONE}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
-
-
-def _is_unknown(program: str) -> bool:
-    # A folder in PATH that may not be searched is no answer to whether the command exists.
-    return not os.path.lexists(program) if "/" in program else shutil.which(program, os.F_OK) is None
-
-
-def _execute_when_told(command: list[str], go_reader: int, failed_writer: int) -> NoReturn:
-    """In the child: default signals, wait for the environment, become the command. Never returns."""
-    try:
-        for number in (*_FORWARDED, *_FOR_THE_CHILD_ALONE):
-            if not _is_ignored(number):
-                signal.signal(number, signal.SIG_DFL)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python itself
-            signal.signal(number, signal.SIG_DFL)
-        with os.fdopen(go_reader, "rb") as go:
-            told = go.read()
-        if told:
-            os.execvpe(command[0], command, child_environment(json.loads(told)))
-    except OSError as error:
-        os.write(failed_writer, str(errno.ENOENT if _is_unknown(command[0]) else error.errno).encode())
-    finally:
-        os._exit(127)

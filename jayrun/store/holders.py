@@ -37,7 +37,10 @@ class Holder:
 def register(
     book: Book, host_id: int, *, role: str, label: str = "", command: str = "", incarnation: Incarnation | None = None
 ) -> Holder:
-    """Make a process a holder of the book (default: this one); `role` is runtime, command, worker or supervisor."""
+    """Make a process a holder of the book (default: this one).
+
+    `role` is runtime, command, wrapper, worker or supervisor.
+    """
     who = incarnation or kernel.incarnation()
     holder = Holder(new_id(), host_id)
     values = (holder.id, host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks)

@@ -11,7 +11,7 @@ from psycopg import Connection as PgConnection
 
 from jayrun import kernel, probes
 from jayrun.domain.liveness import Incarnation, Verdict, is_over
-from jayrun.store import hosts
+from jayrun.store import heirs, hosts
 from jayrun.store.transactions import Book
 
 # By the database's clock alone: who is silent, whether the host has been in touch through this boot for as long, and of
@@ -112,7 +112,7 @@ def sweep(book: Book, host_id: int) -> int:
         found = _judged(pg.execute, host_id)
         verdicts = _over(found)
         ended = 0
-        for holder_id in verdicts:
+        for holder_id in heirs.join_and_spare(pg, list(verdicts)):
             probes.reach("sweep.dead")
             # This process may have been stopped since it looked, and somebody may have seen the holder meanwhile.
             if verdicts[holder_id] is Verdict.UNSEEN and pg.execute(_IS_SILENT, (holder_id,)).fetchone() != (True,):

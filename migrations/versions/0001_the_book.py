@@ -87,7 +87,7 @@ CREATE TABLE jayrun.holders (
     database_user  text NOT NULL DEFAULT session_user,
     label          text NOT NULL DEFAULT '',
     command        text NOT NULL DEFAULT '',
-    role           text NOT NULL CHECK (role IN ('runtime', 'command', 'worker', 'supervisor')),
+    role           text NOT NULL CHECK (role IN ('runtime', 'command', 'wrapper', 'worker', 'supervisor')),
     operators      text[] CHECK ((operators IS NOT NULL) <= (role = 'worker')),
     silent         boolean NOT NULL DEFAULT false,
     only_waits     boolean NOT NULL DEFAULT false,

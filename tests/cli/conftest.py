@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from cli_helpers import COMMAND, Holder, Jayrun, Outcome
+from fleet import gpus
 
 from jayrun.cli.app import main
 from jayrun.settings import child_environment
+from jayrun.store import devices, holders
+from jayrun.store.transactions import Book
 
 
 @pytest.fixture
@@ -70,3 +74,12 @@ def command(url: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+@pytest.fixture
+def host_id(book: Book, sql: psycopg.Connection) -> int:
+    """This host in the book, with two GPUs of 24 GB and a short tick."""
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 0.2")
+    key = holders.attest_host(book, None)
+    devices.declare(book, key, gpus(2))
+    return key

@@ -4,73 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 
 import psycopg
 import pytest
-from fleet import gpus
 from processes import PATIENCE, until
+from run_helpers import ended, nothing_left, run, started
 
 from jayrun.runtime import reconciler
-from jayrun.settings import child_environment
-from jayrun.store import admission, audit, devices, holders
+from jayrun.store import audit
 from jayrun.store.transactions import Book
-
-JAYRUN = (sys.executable, "-c", "from jayrun.cli.app import main; main()")
-
-
-@pytest.fixture
-def host_id(book: Book, sql: psycopg.Connection) -> int:
-    """This host in the book, with two GPUs of 24 GB and a short tick."""
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 0.2")
-    key = holders.attest_host(book, None)
-    devices.declare(book, key, gpus(2))
-    return key
-
-
-@contextmanager
-def started(
-    url: str, *arguments: str, path: str = os.defpath, before: Callable[[], object] | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """`jayrun run ...` with its own process group, as from a shell with job control."""
-    environment = child_environment({"JAYRUN_DATABASE_URL": url, "PATH": path}, without=("JAYRUN_", "CUDA_"))
-    child = subprocess.Popen(
-        [*JAYRUN, "run", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        process_group=0,
-        preexec_fn=before,
-    )
-    try:
-        yield child
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate(timeout=PATIENCE)
-
-
-def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = child.communicate(timeout=PATIENCE)
-    return child.returncode, out, err
-
-
-def run(url: str, *arguments: str) -> tuple[int, str, str]:
-    with started(url, *arguments) as child:
-        return ended(child)
-
-
-def nothing_left(book: Book, host_id: int) -> None:
-    assert audit.leases(book) == []
-    assert audit.queue(book) == []
-    assert audit.violations(book) == []
-    admission.combine(book, host_id)
-    assert {row["reserved_bytes"] for row in audit.capacity(book)} == {0}
 
 
 def test_a_command_gets_its_devices_and_its_exit_code_is_passed_on(url: str, book: Book, host_id: int) -> None:
@@ -183,8 +125,8 @@ def test_with_the_parent_killed_the_command_still_holds(url: str, book: Book, ho
         assert lease["pid"] == command
         child.kill()
         child.wait(PATIENCE)
-        assert reconciler.run_pass(book, host_id).reclaimed == 0
-        assert len(audit.leases(book)) == 1
+        assert reconciler.run_pass(book, host_id).reclaimed == 1  # the wrapper, a further holder
+        assert [each["pid"] for each in audit.leases(book)] == [command]
         os.kill(command, signal.SIGKILL)
         until(lambda: reconciler.run_pass(book, host_id).reclaimed == 1)
     nothing_left(book, host_id)

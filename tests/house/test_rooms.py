@@ -19,6 +19,7 @@ FLOORS = [
     {"errors", "frames", "probes", "migrations"},
     {"domain"},
     {"settings", "kernel"},
+    {"descendants"},
     {"store", "devices", "embedded"},
     {"runtime"},
     {"placement"},
