@@ -26,6 +26,7 @@ from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.errors import BookError, BookUnreachable, PlacementCancelled, PlacementImpossible, PlacementTimeout
 from jayrun.runtime import reconciler
+from jayrun.runtime.outage import Outage
 from jayrun.settings import child_environment
 from jayrun.store import admission, executions, holders, leases
 from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
@@ -34,6 +35,7 @@ from jayrun.store.leases import Finished, Lease
 from jayrun.store.transactions import Book
 
 BEAT_SECONDS = 10.0
+_PATIENCE_SECONDS = 1.0
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 _FOR_THE_CHILD_ALONE = (signal.SIGINT, signal.SIGQUIT)  # the terminal sends these to both; the child answers them
 
@@ -183,28 +185,27 @@ def _wait_for_turn(
 ) -> Lease | None:
     give_up_at = None if terms.timeout_seconds is None else time.monotonic() + terms.timeout_seconds
     tick_seconds = book.tick_seconds()
-    reachable = True
+    impatient = book.with_patience(_PATIENCE_SECONDS)  # the child may end meanwhile, or the time be over
+    outage = Outage(_say)
     with book.listen(str(execution.holder_id)) as listener:
         while not child.ended(0):  # by Ctrl-C, or by a signal that was passed on
             listener.open()
             try:
-                lease = _granted(book, execution)
+                lease = _granted(impatient, execution)
+                outage.ended()
                 if lease is not None:
                     return lease
                 if give_up_at is not None and time.monotonic() >= give_up_at:
                     failure: dict[str, object] = {"type": "PlacementTimeout", "message": "waited too long"}
-                    if executions.withdraw(book, execution.id, state=ExecutionState.FAILED, failure=failure):
+                    if executions.withdraw(impatient, execution.id, state=ExecutionState.FAILED, failure=failure):
                         raise _timed_out(terms)
                     continue  # admitted at the last moment
                 # Perhaps nobody else is there to see that who holds is dead.
-                if reconciler.run_pass(book, execution.host_id).admitted:
+                if reconciler.run_pass(impatient, execution.host_id).admitted:
                     continue
                 waiting(execution.id)
-                reachable = True
             except BookUnreachable as error:  # the place in the queue is kept by the book
-                if reachable:
-                    print(f"jayrun: {error}\njayrun: still waiting", file=sys.stderr)
-                reachable = False
+                outage.began(error, "the place in the queue is kept")
                 if give_up_at is not None and time.monotonic() >= give_up_at:
                     raise _timed_out(terms) from error
             left = tick_seconds if give_up_at is None else min(give_up_at - time.monotonic(), tick_seconds)
@@ -236,10 +237,21 @@ def _granted(book: Book, execution: Execution) -> Lease | None:
 
 def _stay(child: PausedChild, book: Book, holder: holders.Holder) -> None:
     """Until the command ends, showing life for it now and then; what the book misses meanwhile does no harm."""
+    impatient = book.with_patience(_PATIENCE_SECONDS)
+    outage = Outage(_say)
     while not child.ended(BEAT_SECONDS):
-        with contextlib.suppress(BookError):
-            holders.beat(book, holder)
+        try:
+            holders.beat(impatient, holder)
+        except BookError as error:
+            outage.began(error, "the command goes on and keeps its lease")
+        else:
+            outage.ended()
         _reap_orphans(child)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"jayrun: {line}", file=sys.stderr, flush=True)
 
 
 def _reap_orphans(child: PausedChild) -> None:
