@@ -58,7 +58,7 @@ class Proxy:
             self.fired, self.seen, self._client, self._when = False, 0, client, when
 
     def silence(self, when: Callable[[Message], bool]) -> None:
-        """Once: after the first message for which `when` is true nothing passes on that connection, which stays open."""
+        """Once: after a message for which `when` is true nothing passes on that connection any more; it stays open."""
         with self._lock:
             self.fired, self._silence = False, when
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import psycopg
@@ -109,10 +109,11 @@ class Listener:
         connection.execute(f'LISTEN "{_ECHO}"')
         with self._connections.one() as other:
             other.execute("SELECT pg_notify(%s, %s)", (_ECHO, token))
-        for heard in connection.notifies(timeout=_ECHO_SECONDS):
-            if heard.payload == token:
-                connection.execute(f'UNLISTEN "{_ECHO}"')
-                return True
+        with closing(connection.notifies(timeout=_ECHO_SECONDS)) as heard:  # it locks the connection
+            echoed = any(each.payload == token for each in heard)
+        if echoed:
+            connection.execute(f'UNLISTEN "{_ECHO}"')
+            return True
         self._connections.deaf_until = time.monotonic() + _DEAF_SECONDS
         if not _deafness_was_said:
             _deafness_was_said = True
