@@ -48,6 +48,7 @@ class Proxy:
         self.seen_at = time.monotonic()
         self._client = ""
         self._silence: Callable[[Message], bool] | None = None
+        self._to_be_silent: tuple[socket.socket, socket.socket] | None = None
         self._silent: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._serve, name="proxy", daemon=True).start()
 
@@ -58,7 +59,8 @@ class Proxy:
             self.fired, self.seen, self._client, self._when = False, 0, client, when
 
     def silence(self, when: Callable[[Message], bool]) -> None:
-        """Once: after a message for which `when` is true nothing passes on that connection any more; it stays open."""
+        """Once: after the answer of which `when` is true for a message, nothing passes on that connection any more; it
+        stays open."""
         with self._lock:
             self.fired, self._silence = False, when
 
@@ -121,7 +123,10 @@ class Proxy:
     def _fall_silent(self, message: Message, pair: tuple[socket.socket, socket.socket]) -> None:
         with self._lock:
             if self._silence is not None and self._silence(message):
-                self._silence, self.fired = None, True
+                self._silence = None
+                self._to_be_silent = pair
+            if self._to_be_silent is pair and message.sender == "server" and message.kind == b"Z":
+                self._to_be_silent, self.fired = None, True
                 self._silent.append(pair)
 
 

@@ -17,6 +17,7 @@ import work_for_workers as work
 from crews import Crew, Sound, crew_of
 from fleet import gpus
 from processes import PATIENCE, command, until
+from standby import standby_of
 from test_waiting import Probe, Take, parked
 
 from jayrun import FailureMode, Runtime, probes
@@ -36,9 +37,9 @@ def own_server(tmp_path: Any) -> Iterator[Throwaway]:
         with psycopg.connect(throwaway.url, autocommit=True) as connection:
             connection.execute("UPDATE jayrun.settings SET tick_seconds = 3600")  # nothing may depend on a tick
         yield throwaway
-        ended = service._services.pop(throwaway.url, None)
-        if ended is not None:
+        for ended in list(service._services.values()):
             ended.stop()
+        service._services.clear()
 
 
 def test_an_outage_holds_nothing_up_and_loses_nothing(own_server: Throwaway, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,6 +127,16 @@ def said_once_by_each(words: str, processes: set[int]) -> bool:
     return told == [sorted(processes)] * 2
 
 
+@pytest.fixture
+def folder(tmp_path: Path, own_server: Throwaway) -> Path:
+    """Where processes meet; the tick is short."""
+    with psycopg.connect(own_server.url, autocommit=True) as sql:
+        sql.execute("UPDATE jayrun.settings SET tick_seconds = 0.5")
+    made = tmp_path / "meeting"
+    made.mkdir()
+    return made
+
+
 class Household:
     """One process of every kind at work on one server with four devices, each taken, and somebody waiting behind."""
 
@@ -158,6 +169,11 @@ class Household:
         (self.folder / "go").touch()
         (self.folder / "done").touch()
 
+    def knows(self, log: str) -> bool:
+        """Whether all that look at every tick have noticed that the book is away."""
+        told = self.crew.words().count(BEGAN)
+        return BEGAN in log and told == len(self.processes) and BEGAN in self.logs[1].read_text()
+
     def goes_on(self) -> None:
         """Everybody is served, by itself."""
         assert self.future.result(PATIENCE).value == "taken"
@@ -167,17 +183,41 @@ class Household:
         assert self.waiting.wait(PATIENCE) == 0
 
 
+def lives_through(
+    house: Household, before: dict[Any, int], caplog: pytest.LogCaptureFixture, sql: psycopg.Connection
+) -> None:
+    """After the outage: everybody goes on and says so once, and of the leases from before only that of live data
+    lives."""
+    house.goes_on()
+    until(lambda: said_once_by_each(house.crew.words(), house.processes))
+    until(lambda: OVER in caplog.text)
+    assert caplog.text.count(BEGAN) == caplog.text.count(OVER) == 1
+    waited = house.logs[1].read_text()
+    assert waited.count(BEGAN) == waited.count(OVER) == 1
+    assert house.logs[0].read_text().count(BEGAN) <= 1  # it beats every ten seconds
+    kept = {share.lease_id: share.epoch for share in house.held.placement.placements}
+    assert kept.items() <= before.items()
+    del house.future
+    until(lambda: live(sql) == kept)
+    assert sql.execute("SELECT sum(crashes) FROM jayrun.executions").fetchone() == (0,)
+    ended = "SELECT kind, count(*) FROM jayrun.lease_events WHERE lease_id = ANY (%s) AND kind <> 'granted' GROUP BY 1"
+    kinds = dict(sql.execute(ended, (list(before),)).fetchall())
+    # Any process of the host may see that the command has ended, and be the first to tell.
+    assert sum(kinds.values()) == 3
+    assert kinds.get("released", 0) >= 2
+    del house.held
+    house.runtime.close()
+    house.crew.drain()
+    Sound(sql).check(sql)
+
+
 @pytest.mark.parametrize("seconds", [4, pytest.param(35, marks=pytest.mark.slow)])
 def test_the_server_is_killed_and_stays_away(
-    own_server: Throwaway, tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float
+    own_server: Throwaway, folder: Path, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
     """R9, R10, R22: four seconds exceed what every background thread is willing to wait for an answer, and 35 s also
     what those wait who have nothing else to do."""
     url = own_server.url
-    with psycopg.connect(url, autocommit=True) as sql:
-        sql.execute("UPDATE jayrun.settings SET tick_seconds = 0.5")
-    folder = tmp_path / "meeting"
-    folder.mkdir()
     with ExitStack() as stack:
         house = Household(url, folder, stack)
         with psycopg.connect(url, autocommit=True) as sql:
@@ -186,25 +226,53 @@ def test_the_server_is_killed_and_stays_away(
         with caplog.at_level(logging.WARNING, logger="jayrun"):
             own_server.kill()
             away_since = time.monotonic()
-            until(lambda: BEGAN in caplog.text and house.crew.words().count(BEGAN) == len(house.processes))
+            until(lambda: house.knows(caplog.text))
             house.let_go()
             time.sleep(max(away_since + seconds - time.monotonic(), 0))
             assert not house.future.done()
             own_server.start()
-            house.goes_on()
-            until(lambda: said_once_by_each(house.crew.words(), house.processes))
-        until(lambda: OVER in caplog.text)
-        assert caplog.text.count(BEGAN) == caplog.text.count(OVER) == 1
-        waited = house.logs[1].read_text()
-        assert waited.count(BEGAN) == waited.count(OVER) == 1
-        assert house.logs[0].read_text().count(BEGAN) <= 1
-        with psycopg.connect(url, autocommit=True) as sql:
-            kept = {share.lease_id: share.epoch for share in house.held.placement.placements}
-            assert kept.items() <= before.items()
-            del house.future
-            until(lambda: live(sql) == kept)
-            assert sql.execute("SELECT sum(crashes) FROM jayrun.executions").fetchone() == (0,)
-            del house.held
-            house.runtime.close()
-            house.crew.drain()
-            Sound(sql).check(sql)
+            with psycopg.connect(url, autocommit=True) as sql:
+                lives_through(house, before, caplog, sql)
+
+
+def test_the_primary_is_killed_and_the_standby_promoted(
+    own_server: Throwaway, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R22, R26: what was acknowledged is on the standby, since the primary waited for it at each commit."""
+    with standby_of(own_server) as pair, ExitStack() as stack:
+        house = Household(pair.url, folder, stack)
+        with psycopg.connect(own_server.url, autocommit=True) as sql:
+            before = live(sql)
+        assert len(before) == 4
+        with caplog.at_level(logging.WARNING, logger="jayrun"):
+            own_server.kill()
+            until(lambda: house.knows(caplog.text))
+            house.let_go()
+            pair.promote()
+            with psycopg.connect(pair.standby.url, autocommit=True) as sql:
+                lives_through(house, before, caplog, sql)
+
+
+def test_a_primary_that_became_read_only_is_left(own_server: Throwaway) -> None:
+    """R26: the old primary answers still, but refuses to write (25006)."""
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'jayrun:runtime%'"
+    with standby_of(own_server) as pair, psycopg.connect(own_server.url, autocommit=True) as old:
+        runtime = Runtime(pair.url, devices=gpus(1), settings=Settings(host_id="test-host"))
+        held = runtime.run(Take, memory_gb=24)
+        future = runtime.start(Take, memory_gb=24)
+        with closing(Book(pair.url, role="test")) as book:
+            parked(book)
+        assert old.execute(sessions).fetchone() != (0,)
+        old.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+        old.execute("SELECT pg_reload_conf()")
+        pair.promote()
+        del held
+        assert future.result(PATIENCE).value == "taken"
+        del future
+        runtime.close()
+        with psycopg.connect(pair.standby.url, autocommit=True) as new:
+            Sound(new).check(new)
+            assert new.execute("SELECT count(*) FROM jayrun.leases").fetchone() == (2,)
+        assert old.execute("SELECT count(*) FROM jayrun.leases WHERE ended_at IS NULL").fetchone() == (1,)
+        service._services.pop(pair.url).stop()
+        assert old.execute(sessions).fetchone() == (0,)
