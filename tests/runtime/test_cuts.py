@@ -67,6 +67,7 @@ def proxy(url: str) -> Iterator[Proxy]:
 @pytest.fixture
 def here(book: Book, sql: Sql) -> Scene:
     sql.execute(QUICK)
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 5")  # so that the way is about as long each time
     return scene(book, gpus(1))
 
 
@@ -96,7 +97,7 @@ def cut_everywhere(proxy: Proxy, client: str, run: Callable[[], None], sample: i
             print(f"cut at {sender} {number}")
             raise
         fired += proxy.fired
-    assert fired > 0.7 * len(cuts)  # the way is not always equally long
+    assert fired > len(cuts) / 2  # the way is not always equally long
 
 
 def nothing_left(here: Scene, sql: Sql) -> None:
