@@ -86,7 +86,11 @@ def cut_everywhere(proxy: Proxy, client: str, run: Callable[[], None], sample: i
     chance = random.Random(SEED)
     cuts = [(sender, number) for sender, most in sorted(seen.items()) for number in range(1, most + 1)]
     if sample is not None:
-        cuts = [cut for sender in seen for cut in chance.sample([each for each in cuts if each[0] == sender], sample)]
+        cuts = [
+            cut
+            for sender in seen
+            for cut in chance.sample([each for each in cuts if each[0] == sender], min(sample, seen[sender]))
+        ]
     print(f"SEED={SEED} {dict(seen)} cut at {cuts}")
     fired = 0
     for sender, number in cuts:
