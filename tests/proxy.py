@@ -1,4 +1,4 @@
-"""A TCP proxy before a PostgreSQL server that cuts a connection at a chosen message.
+"""A TCP proxy before a PostgreSQL server that cuts a connection at a chosen message, or lets it fall silent.
 
 It understands of the protocol where messages begin and end, and what a client calls itself.
 """
@@ -47,6 +47,9 @@ class Proxy:
         self.seen = 0
         self.seen_at = time.monotonic()
         self._client = ""
+        self._silence: Callable[[Message], bool] | None = None
+        self._to_be_silent: tuple[socket.socket, socket.socket] | None = None
+        self._silent: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._serve, name="proxy", daemon=True).start()
 
     def cut(self, when: Callable[[Message], bool], *, client: str = "") -> None:
@@ -54,6 +57,12 @@ class Proxy:
         true, and close that connection in both directions."""
         with self._lock:
             self.fired, self.seen, self._client, self._when = False, 0, client, when
+
+    def silence(self, when: Callable[[Message], bool]) -> None:
+        """Once: after the answer of which `when` is true for a message, nothing passes on that connection any more; it
+        stays open."""
+        with self._lock:
+            self.fired, self._silence = False, when
 
     def close(self) -> None:
         self._door.close()
@@ -92,9 +101,12 @@ class Proxy:
                     threading.Thread(
                         target=self._pass_on, args=("server", sink, source, pair, name), daemon=True
                     ).start()
-                if self._is_cut(Message(sender, name, kind, body)):
+                message = Message(sender, name, kind, body)
+                if self._is_cut(message):
                     break
-                sink.sendall(kind + struct.pack("!I", len(body) + 4) + body)
+                if pair not in self._silent:
+                    sink.sendall(kind + struct.pack("!I", len(body) + 4) + body)
+                self._fall_silent(message, pair)
         _cut(pair)
 
     def _is_cut(self, message: Message) -> bool:
@@ -107,6 +119,15 @@ class Proxy:
                 return False
             self._when, self.fired = None, True
             return True
+
+    def _fall_silent(self, message: Message, pair: tuple[socket.socket, socket.socket]) -> None:
+        with self._lock:
+            if self._silence is not None and self._silence(message):
+                self._silence = None
+                self._to_be_silent = pair
+            if self._to_be_silent is pair and message.sender == "server" and message.kind == b"Z":
+                self._to_be_silent, self.fired = None, True
+                self._silent.append(pair)
 
 
 def nth(sender: str, number: int) -> Callable[[Message], bool]:

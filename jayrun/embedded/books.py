@@ -92,7 +92,10 @@ def _plain(url: str) -> str:
     try:
         if not separator or scheme.partition("+")[0] not in ("postgresql", "postgres"):
             raise ValueError("not a URL of PostgreSQL")
-        int(conninfo_to_dict(plain).get("port") or PORT)
+        if "," in rest.partition("/")[0].rpartition("@")[2]:
+            raise ValueError("several hosts are named behind the question mark, or SQLAlchemy does not read it")
+        for port in str(conninfo_to_dict(plain).get("port") or PORT).split(","):  # one for each host
+            int(port or PORT)
     except (ValueError, psycopg.ProgrammingError):
         raise NotADatabaseUrl(
             f"JAYRUN_DATABASE_URL must look like postgresql://user@host:5432/database, but is {without_password(url)!r}"

@@ -30,6 +30,7 @@ from jayrun.errors import (
 )
 from jayrun.runtime import reconciler
 from jayrun.runtime.leftovers import Leftovers, OnExit, collect_orphans
+from jayrun.runtime.outage import Outage
 from jayrun.runtime.paused import PausedChild
 from jayrun.runtime.saying import say
 from jayrun.store import admission, executions, holders, leases
@@ -40,6 +41,7 @@ from jayrun.store.leases import Finished, Held, Lease
 from jayrun.store.transactions import Book
 
 BEAT_SECONDS = 10.0
+_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class _Wrapped:
         self._child = child
         self._leftovers = leftovers
         self._book = book
+        self._impatient = book.with_patience(_PATIENCE_SECONDS)
+        self._outage = Outage(lambda line: say(f"jayrun: {line}"))
         self._holder = holder
         self._terms = terms
         self._lease: Lease | None = None
@@ -151,18 +155,15 @@ class _Wrapped:
         self._lease = lease
 
     def _wait_for_turn(self, waiting: Callable[[UUID], None]) -> None:
-        book, seconds = self._book, self._terms.timeout_seconds
+        book, seconds = self._impatient, self._terms.timeout_seconds  # the child may end meanwhile, or the time be over
         give_up_at = None if seconds is None else time.monotonic() + seconds
         tick_seconds = book.tick_seconds()
-        reachable = True
         with book.listen(str(self._holder.id)) as listener:
             while not self._child.ended(0):  # by Ctrl-C, or by a signal that was passed on
                 listener.open()
                 try:
                     lease = _granted(book, self._execution)
-                    if not reachable:
-                        say("jayrun: the book is back")
-                        reachable = True
+                    self._outage.ended()
                     if lease is not None:
                         self._hold_too(lease)
                         return
@@ -176,9 +177,7 @@ class _Wrapped:
                         continue
                     waiting(self._execution.id)
                 except BookUnreachable as error:  # the place in the queue is kept by the book
-                    if reachable:
-                        say(f"jayrun: {error}\njayrun: still waiting")
-                    reachable = False
+                    self._outage.began(error, "the place in the queue is kept")
                     if give_up_at is not None and time.monotonic() >= give_up_at:
                         raise _timed_out(self._terms) from error
                 left = tick_seconds if give_up_at is None else min(give_up_at - time.monotonic(), tick_seconds)
@@ -196,8 +195,9 @@ class _Wrapped:
             collect_orphans(self._child)
 
     def _show_life(self) -> None:
-        with contextlib.suppress(BookError):
-            is_alive, *_ = [holders.beat(self._book, holder) for holder in self._holders]
+        try:
+            is_alive, *_ = [holders.beat(self._impatient, holder) for holder in self._holders]
+            self._outage.ended()
             if not is_alive and not self._lost:  # the book has ended it
                 self._lost = True
                 assert self._lease is not None
@@ -206,6 +206,8 @@ class _Wrapped:
                     "host forgotten; the command goes on without a lease, on devices that may be given to others"
                 )
                 self.leave()  # the other process held it for the same command
+        except BookError as error:
+            self._outage.began(error, "the command goes on and keeps its lease")
 
     def conclude(self) -> int:
         """The command has ended: tell the book, and leave the lease once nothing of it runs. Returns its exit code."""

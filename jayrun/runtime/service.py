@@ -29,6 +29,7 @@ from jayrun.embedded import ensure
 from jayrun.errors import BookError, PlacementTimeout
 from jayrun.runtime import reconciler
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.outage import Outage
 from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
 from jayrun.settings import Settings
@@ -91,7 +92,7 @@ class Service:
         self._waits_lock = threading.Lock()
         self._listener = self.book.listen(str(self.holder.id))
         self._stopping = False
-        self._outage_since: float | None = None
+        self._outage = Outage(log.warning)
         self.resources = Resources()
         self.runtimes = 0
         self.jobs: set[object] = set()  # of all Runtimes, until they end
@@ -157,7 +158,7 @@ class Service:
 
     def flush_if_reachable(self) -> None:
         """Wait a little until what was enqueued is committed, but for no book that is away: then it is told later."""
-        if self._outage_since is None and threading.current_thread() is not self._thread:
+        if not self._outage.lasts and threading.current_thread() is not self._thread:
             self.flush(_FLUSH_SECONDS)
 
     @property
@@ -223,7 +224,7 @@ class Service:
                 self._expire()
                 self.presence.take_back_lent(self._lend_seconds)
                 # Only an answer of the book ends an outage, so it is asked each time.
-                tick = time.monotonic() >= next_tick or self._outage_since is not None
+                tick = time.monotonic() >= next_tick or self._outage.lasts
                 self._commit()
                 named |= self._listen(tick=tick)
                 if tick:
@@ -239,7 +240,7 @@ class Service:
                 if (tick or named) and self._flagged():
                     threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
                 self._attend_waits()
-                self._recovered()
+                self._outage.ended("releases were told")
             except BookError as error:
                 self._out_of_reach(error)
             except Exception:  # the thread must live: whoever holds leases depends on it; the log says what to report
@@ -256,10 +257,10 @@ class Service:
             deadlines = [wait.give_up_at for wait in self._waits.values() if wait.give_up_at is not None]
         deadlines += self.presence.lent_until(self._lend_seconds)
         until = min([next_tick, *deadlines])
-        if self._outage_since is not None:
+        if self._outage.lasts:
             until = min(until, time.monotonic() + _OUTAGE_PAUSE_SECONDS)
         named = False
-        if not self.outbox.messages or self._outage_since is not None:
+        if not self.outbox.messages or self._outage.lasts:
             named = self._listener.wait(until - time.monotonic(), self.outbox.wake_reader)
         self.outbox.drain_wakes()
         return named
@@ -385,17 +386,9 @@ class Service:
                 self.outbox.put(Finished(execution_id, ExecutionState.CANCELLED))
 
     def _out_of_reach(self, error: Exception) -> None:
-        if self._outage_since is None:
-            self._outage_since = time.monotonic()
-            # As text: a log record that somebody keeps would keep the error's frames, and with them data and leases.
-            log.warning("the book is out of reach; leases are kept and releases will be told later: %s", str(error))
+        self._outage.began(error, "leases are kept and releases will be told later")
         self._listener.close()
         time.sleep(_OUTAGE_PAUSE_SECONDS)
-
-    def _recovered(self) -> None:
-        if self._outage_since is not None:
-            log.warning("the book is back after %.0f s; releases were told", time.monotonic() - self._outage_since)
-            self._outage_since = None
 
 
 def _only_serves(thread: threading.Thread) -> bool:

@@ -22,6 +22,7 @@ from typing import TextIO
 from jayrun import kernel, probes
 from jayrun.errors import BookError
 from jayrun.runtime import reconciler
+from jayrun.runtime.outage import Outage
 from jayrun.runtime.worker import CANNOT_IMPORT, END_AT_ONCE, FAILED_FAST, FAILED_FAST_NOW
 from jayrun.settings import child_environment
 from jayrun.store import claims, holders
@@ -76,7 +77,7 @@ class Supervisor:
         self._terms = 0  # how often it was told to end
         self._failed: str | None = None
         self._kill_at: float | None = None
-        self._unreachable = False
+        self._outage = Outage(self._say)
         # Its other end closes with this process, however it ends: then the workers finish and go.
         self._leash, self._leash_writer = os.pipe()
 
@@ -231,13 +232,9 @@ class Supervisor:
             probes.reach("supervisor.attending")
             reconciler.run_pass(book, self._host_id)
         except BookError as error:
-            if not self._unreachable:
-                self._say(f"the book is out of reach; the workers go on: {error}")
-            self._unreachable = True
-            return
-        if self._unreachable:
-            self._say("the book is back")
-        self._unreachable = False
+            self._outage.began(error, "the workers go on")
+        else:
+            self._outage.ended()
 
     def _sources(self) -> list[int]:
         ready = [place.ready.fileno() for place in self._places if place.ready is not None]

@@ -106,7 +106,6 @@ class Worker:
         self._draining = False
         self._running = False
         self._failed = False
-        self._unreachable = False
         self._drained = False
         self._wake_reader, self._wake_writer = os.pipe()
         for end in (self._wake_reader, self._wake_writer):
@@ -128,9 +127,9 @@ class Worker:
                 if self._draining:
                     self._drain(before_telling=done is not None)
                 idle = done is None and listener.is_open  # then it is told of what comes
+                ended = done is not None
                 taken, done = self._next(done), None
-                if taken is None and not idle and not self._draining:
-                    listener.open()
+                if taken is None and not idle and not self._draining and (listener.open() or ended):
                     taken = self._next(None)  # what came while it was busy, or did not listen
                 if taken is not None:
                     done = self._execute(taken)
@@ -148,9 +147,7 @@ class Worker:
         """Tell how the last execution ended, as long as it takes, and take the next one if there is one."""
         while True:
             try:
-                taken = self._try_next(done)
-                self._unreachable = False
-                return taken
+                return self._try_next(done)
             except BookError as error:
                 self._out_of_reach(error)
                 if self._draining and done is None:
@@ -200,9 +197,8 @@ class Worker:
                 self._out_of_reach(error)
 
     def _out_of_reach(self, error: BookError) -> None:
-        if not self._unreachable:
-            log.warning("the book is out of reach; trying again: %s", str(error))
-        self._unreachable = True
+        """Try again a little later; the background service says that the book is away."""
+        log.debug("the book is out of reach; trying again: %s", str(error))
         kernel.readable(_OUTAGE_PAUSE_SECONDS, self._wake_reader)
 
     # --- running it --------------------------------------------------------------------------------------------------

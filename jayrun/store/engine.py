@@ -25,6 +25,7 @@ _CONNECT = {
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
     "target_session_attrs": "read-write",
+    "prepare_threshold": None,  # behind a pooler the next statement meets another server process
     "hostaddr": "",  # a caller's PGHOSTADDR would send us elsewhere than the URL says
 }
 
@@ -146,15 +147,6 @@ def disentangled() -> Iterator[None]:
         raise
 
 
-def new_connection(engine: Engine) -> PgConnection[Any]:
-    """A new psycopg connection, the caller's to close. Raises what psycopg and SQLAlchemy raise."""
-    with disentangled():
-        checked_out = engine.raw_connection()
-    connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
-    checked_out.detach()
-    return connection
-
-
 def cast_off(connection: PgConnection[Any]) -> None:
     """In a forked child: let go of the parent's connection without a word to the server.
 
@@ -180,7 +172,16 @@ class Connections:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.deaf_until = 0.0  # so long nobody tries to listen through a pooler that was found to pass nothing on
         self._renew()
+
+    def new(self) -> PgConnection[Any]:
+        """A connection that nobody had before, the caller's to close. Raises what psycopg and SQLAlchemy raise."""
+        with disentangled():
+            checked_out = self._engine.raw_connection()
+        connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
+        checked_out.detach()
+        return connection
 
     @contextmanager
     def one(self) -> Iterator[PgConnection[Any]]:
@@ -189,7 +190,7 @@ class Connections:
             try:
                 connection = self._idle.pop()
             except IndexError:
-                connection = new_connection(self._engine)
+                connection = self.new()
             self._unneeded = min(self._unneeded, len(self._idle))
             self._used.add(connection)
             try:

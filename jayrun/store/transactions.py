@@ -15,32 +15,30 @@ are over. A unit must therefore be safe to run again after its commit was done b
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from jayrun import kernel, probes
+from jayrun import probes
 from jayrun.errors import BookBusy
 from jayrun.store.engine import (
     Connections,
-    cast_off,
     connect_engine,
     denied,
     disentangled,
     is_denied,
     is_lost,
     is_refused,
-    new_connection,
     unreachable,
 )
+from jayrun.store.listening import Listener
 from jayrun.store.texts import rendered
 
 T = TypeVar("T")
@@ -59,7 +57,6 @@ LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE;
 """
 _FLUSH = "SELECT pg_logical_emit_message(true, 'jayrun', '')"
 _TELL = ", jayrun.tell(%s)"
-_LISTEN = 'LISTEN "jayrun:{}"'
 
 
 class Gate:
@@ -98,66 +95,6 @@ class Gate:
         """Let the gate go with nothing written but the fold, which is true whatever was decided."""
         self._cursor.execute(f"{self._opening}COMMIT")
         self.left = True
-
-
-class Listener:
-    """A connection that LISTENs while somebody waits. What it hears is a hint to look at the book, and so is silence:
-    polling is the truth, so a connection that cannot be had is tried again at the next wait and missed by nobody.
-
-    Each name is a channel, so that nobody is woken for what concerns others."""
-
-    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
-        self._engine = engine
-        self._listen = "; ".join(_LISTEN.format(name) for name in names)
-        self._connection: PgConnection[Any] | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._connection is not None
-
-    def open(self) -> bool:
-        """Connect if it is not, and tell whether it did; a look at the book after this misses nothing told later."""
-        if self._connection is not None:
-            return False
-        with contextlib.suppress(psycopg.Error, DBAPIError):
-            connection = new_connection(self._engine)
-            try:
-                connection.execute(self._listen)
-            except psycopg.Error:
-                connection.close()
-                raise
-            self._connection = connection
-        return self._connection is not None
-
-    def wait(self, seconds: float, *sources: int) -> bool:
-        """Until one of the names is called, one of the file descriptors `sources` is readable, or the time is over;
-        whether a name was called."""
-        ears = [] if self._connection is None else [self._connection.fileno()]
-        kernel.readable(seconds, *sources, *ears)
-        if self._connection is None:
-            return False
-        try:
-            return bool(list(self._connection.notifies(timeout=0)))
-        except psycopg.Error:
-            self.close()
-            return False
-
-    def forget(self) -> None:
-        """In a forked child: let go of the parent's connection."""
-        if self._connection is not None:
-            cast_off(self._connection)
-            self._connection = None
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class Book:
@@ -227,7 +164,7 @@ class Book:
 
     def listen(self, *names: str) -> Listener:
         """A connection of its own that hears when one of `names` is called; the caller closes it."""
-        return Listener(self._engine, names)
+        return Listener(self._connections, names)
 
     def tick_seconds(self) -> float:
         """The book's setting: how often reconcilers look."""

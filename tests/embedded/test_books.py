@@ -93,3 +93,10 @@ def test_libpq_and_sqlalchemy_read_the_same_address(room: Room) -> None:
     assert (parsed.username, parsed.database) == ("jayrun", "jayrun")
     assert parsed.query["host"] == str(place.sockets)
     assert parsed.query["port"] == "5432"
+
+
+def test_a_url_may_name_several_hosts() -> None:
+    url = "postgresql://me@/book?host=one,two&port=5432,5433"
+    assert embedded.locate(Settings(database_url=url)).url == url
+    with pytest.raises(embedded.NotADatabaseUrl):
+        embedded.locate(Settings(database_url="postgresql://me@/book?host=one,two&port=5432,x"))

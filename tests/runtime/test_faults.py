@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import subprocess
 import sys
@@ -19,12 +18,10 @@ from fleet import MakeRuntime, gpus
 from processes import PATIENCE, until
 from test_waiting import Probe, Take, parked
 
-from jayrun import FailureMode, Operator, Runtime, kernel, probes
-from jayrun.embedded import Throwaway, start_throwaway
-from jayrun.errors import BookUnreachable, PlacementSignalSwallowed, PlacementTimeout, PlacementUnavailableHere
-from jayrun.runtime import service
-from jayrun.settings import Settings, child_environment
-from jayrun.store import audit, schema
+from jayrun import Operator, kernel, probes
+from jayrun.errors import BookUnreachable, PlacementSignalSwallowed, PlacementUnavailableHere
+from jayrun.settings import child_environment
+from jayrun.store import audit
 from jayrun.store.engine import is_lost
 from jayrun.store.transactions import Book
 
@@ -252,67 +249,7 @@ def test_refusals_that_mean_a_lost_connection_are_known(url: str) -> None:
         assert not is_lost(undefined.value)
 
 
-# --- the book away ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_server(tmp_path: Any) -> Iterator[Throwaway]:
-    """A server that a test may stop and start."""
-    with start_throwaway(tmp_path / "server", settings=Settings()) as throwaway:
-        schema.upgrade(throwaway.url)
-        with psycopg.connect(throwaway.url, autocommit=True) as connection:
-            connection.execute("UPDATE jayrun.settings SET tick_seconds = 3600")  # nothing may depend on a tick
-        yield throwaway
-        ended = service._services.pop(throwaway.url, None)
-        if ended is not None:
-            ended.stop()
-
-
-def test_an_outage_holds_nothing_up_and_loses_nothing(own_server: Throwaway, caplog: pytest.LogCaptureFixture) -> None:
-    runtime = Runtime(own_server.url, devices=gpus(2))
-    held = runtime.run(Take, memory_gb=24)
-    dropped = runtime.run(Take, memory_gb=24)
-    to_cancel = runtime.start(Take, memory_gb=24)
-    to_time_out = runtime.start(Take, memory_gb=24, timeout=0.5)
-    to_be_served = runtime.start(Take, memory_gb=24)
-    book = Book(own_server.url, role="test")
-    parked(book, 3)
-    with caplog.at_level(logging.WARNING, logger="jayrun"):
-        own_server.stop()
-        del dropped
-        assert to_cancel.cancel()
-        with pytest.raises(PlacementTimeout):
-            to_time_out.result(PATIENCE)
-        assert not to_be_served.done()
-        own_server.start()
-        assert to_be_served.result(PATIENCE).value == "taken"
-    assert caplog.text.count("out of reach") == 1
-    until(lambda: caplog.text.count("the book is back") == 1)
-    del to_be_served
-    until(lambda: [row["memory_bytes"] for row in audit.leases(book)] == [24 * 10**9])
-    assert audit.queue(book) == []
-    assert audit.violations(book) == []
-    del held
-    runtime.close()
-    until(lambda: not audit.leases(book))
-    book.close()
-
-
-def test_an_outage_right_after_a_wait_began_takes_nothing_from_its_timeout(own_server: Throwaway) -> None:
-    runtime = Runtime(own_server.url, devices=gpus(1))
-    blocker = runtime.run(Take, memory_gb=24)
-    stopped: list[None] = []
-
-    def stop() -> None:
-        stopped.append(None)
-        own_server.stop()
-
-    with probes.arm("reserve.parked", stop), pytest.raises(PlacementTimeout):
-        runtime.run(Take, memory_gb=24, timeout=0.5)
-    assert stopped
-    own_server.start()
-    del blocker
-    runtime.close()
+# --- what errors keep ------------------------------------------------------------------------------------------------
 
 
 class Held:
@@ -370,22 +307,3 @@ def test_a_connection_that_cannot_be_had_keeps_nothing_of_its_callers(tmp_path: 
         return weakref.ref(held)
 
     assert caller()() is None
-
-
-def test_failing_fast_during_an_outage_completes_every_future(own_server: Throwaway) -> None:
-    runtime = Runtime(own_server.url, devices=gpus(1), failure_mode=FailureMode.FAIL_FAST)
-    blocker = runtime.run(Take, memory_gb=24)
-    waiting = runtime.start(Take, memory_gb=24)
-    book = Book(own_server.url, role="test")
-    parked(book)
-    own_server.stop()
-    failing = runtime.start(Probe, body=lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        failing.result(PATIENCE)
-    assert waiting.exception(PATIENCE) is not None
-    own_server.start()
-    del blocker
-    runtime.close()
-    assert audit.queue(book) == []
-    until(lambda: not audit.leases(book))
-    book.close()
