@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -32,6 +34,11 @@ _CONNECT = {
 
 MAX_CONNECTIONS = 64
 """So many of a Book are in use at once."""
+CROWDED_SECONDS = 60.0
+"""So long after the server had no connection to spare this process keeps none that it does not use."""
+# The server says it before there is a connection that could tell the SQLSTATE (53300); the last one is pgbouncer's.
+_CROWDED = re.compile(r"too many (connections|clients)|connection slots are reserved|no more connections allowed")
+_crowded_until: dict[str, float] = {}  # by URL, for all Books of this process, on its monotonic clock
 
 
 def _as_text(record: logging.LogRecord) -> bool:
@@ -177,8 +184,13 @@ class Connections:
 
     def new(self) -> PgConnection[Any]:
         """A connection that nobody had before, the caller's to close. Raises what psycopg and SQLAlchemy raise."""
-        with disentangled():
-            checked_out = self._engine.raw_connection()
+        try:
+            with disentangled():
+                checked_out = self._engine.raw_connection()
+        except (psycopg.Error, DBAPIError) as error:
+            if _CROWDED.search(str(error)):
+                _crowded_until[str(self._engine.url)] = time.monotonic() + CROWDED_SECONDS
+            raise
         connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
         checked_out.detach()
         return connection
@@ -202,7 +214,16 @@ class Connections:
                     self.close()
                 raise
             self._used.discard(connection)
-            self._idle.append(connection)
+            if self.is_crowded:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the server has refused this process a connection of late, because there were too many: then whoever
+        does not use one keeps none, for another thread may be waiting for it."""
+        return time.monotonic() < _crowded_until.get(str(self._engine.url), 0.0)
 
     def close(self) -> None:
         """Close the idle ones."""

@@ -51,17 +51,19 @@ class Listener:
 
     @property
     def is_open(self) -> bool:
-        """Whether it listens, on a connection that need not be renewed yet."""
-        return self._connection is not None and time.monotonic() < self._renew_at
+        """Whether it listens, on a connection that need not be renewed yet, nor is needed for anything else."""
+        return self._connection is not None and time.monotonic() < self._renew_at and not self._connections.is_crowded
 
     def open(self) -> bool:
         """Listen if it does not, and tell whether that began now; a look at the book after this misses nothing told
         later."""
         self._wanted = True
         now = time.monotonic()
-        if self.is_open or now < max(self._retry_at, self._connections.deaf_until):
+        if self.is_open:
             return False
         self._disconnect()
+        if self._connections.is_crowded or now < max(self._retry_at, self._connections.deaf_until):
+            return False
         self._retry_at = now + _RETRY_SECONDS
         with suppress(psycopg.Error, DBAPIError):
             connection = self._connections.new()
