@@ -48,10 +48,10 @@ TERMINAL: frozenset[ExecutionState] = frozenset({_SUCCEEDED, _FAILED, _CANCELLED
 
 EXECUTION_MOVES: Mapping[ExecutionState, frozenset[ExecutionState]] = MappingProxyType(
     {
-        _READY: frozenset({_RUNNING, _WAITING, _CANCELLED, _FAILED}),
+        _READY: frozenset({_RUNNING, _CANCELLED}),
         _RUNNING: frozenset({_WAITING, _READY, _SUCCEEDED, _FAILED, _CANCELLED}),
         _WAITING: frozenset({_ADMITTED, _READY, _CANCELLED, _FAILED}),
-        _ADMITTED: frozenset({_RUNNING, _WAITING, _READY, _CANCELLED, _FAILED}),
+        _ADMITTED: frozenset({_RUNNING, _WAITING, _CANCELLED, _FAILED}),
         _SUCCEEDED: frozenset(),
         # What failed or was cancelled starts again only when a person asks for it.
         _FAILED: frozenset({_READY}),

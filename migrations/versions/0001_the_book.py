@@ -446,10 +446,10 @@ CREATE TRIGGER leases_kept BEFORE DELETE ON jayrun.leases FOR EACH ROW
 -- States move along the legal moves only.
 CREATE TRIGGER executions_moves BEFORE UPDATE OF state ON jayrun.executions FOR EACH ROW
     WHEN (NEW.state <> OLD.state AND (OLD.state || '>' || NEW.state) NOT IN (
-        'ready>running', 'ready>waiting', 'ready>failed', 'ready>cancelled',
+        'ready>running', 'ready>cancelled',
         'running>waiting', 'running>ready', 'running>succeeded', 'running>failed', 'running>cancelled',
         'waiting>admitted', 'waiting>ready', 'waiting>failed', 'waiting>cancelled',
-        'admitted>running', 'admitted>waiting', 'admitted>ready', 'admitted>failed', 'admitted>cancelled',
+        'admitted>running', 'admitted>waiting', 'admitted>failed', 'admitted>cancelled',
         'failed>ready', 'cancelled>ready'))
     EXECUTE FUNCTION jayrun.refuse('illegal change of state');
 CREATE FUNCTION jayrun.execution_parked() RETURNS trigger LANGUAGE plpgsql AS $f$
