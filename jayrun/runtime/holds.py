@@ -117,6 +117,9 @@ class Hold:
         if self.lost is not None:
             raise LeaseLost(self.lost, *self.held[:2])
 
+    def __deepcopy__(self, memo: object) -> Hold:
+        return self  # also for `dataclasses.asdict`
+
     def __reduce__(self) -> tuple[Callable[[UUID, int], Hold], tuple[UUID, int]]:
         """Pickled, it is lent, and unpickled another holder's. No I/O. Raises `LeaseLost`."""
         from jayrun.runtime.handover import joined  # it needs all that stands on holds

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -73,13 +75,16 @@ def receive(url: str | None, connection: Any, queue: Any, host_id: str | None = 
 
 
 def test_a_copy_unpickled_in_its_own_process_is_the_same_hold(make_runtime: MakeRuntime, book: Book, sql: Sql) -> None:
-    lending(sql, 0)
+    lending(sql, NEVER)
     runtime = make_runtime(devices=gpus(1))
     data = runtime.run(Take, memory_gb=2)
     other = pickle.loads(pickle.dumps(data))
     assert other == data
     assert other.placement is not data.placement
-    assert copy.deepcopy(other).placement is other.placement
+    runtime._service.outbox.lent.clear()
+    assert copy.deepcopy(other).placement is copy.copy(other).placement is other.placement
+    assert dataclasses.asdict(other.placement)["epoch"] == other.placement.epoch
+    assert not runtime._service.outbox.lent, "a copy in this process is lent to nobody"
     del data
     runtime.flush()
     assert holders(book) == 1
@@ -188,20 +193,35 @@ def test_a_process_may_leave_and_join_again(make_runtime: MakeRuntime, book: Boo
 # --- between processes -----------------------------------------------------------------------------------------------
 
 
+class Pipe:
+    """A pipe, put to and got from as a queue is."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = CONTEXT.Pipe(duplex=False)
+
+    def put(self, data: Data) -> None:
+        self.writer.send(data)
+
+    def get(self) -> Data:
+        return self.reader.recv()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("channel", [CONTEXT.SimpleQueue, CONTEXT.Queue, Pipe])
 @pytest.mark.parametrize("by", ["runtime", "settings"])
 def test_the_sender_may_drop_its_copy_before_the_receiver_unpickles(
-    make_runtime: MakeRuntime, book: Book, sql: Sql, by: str
+    make_runtime: MakeRuntime, book: Book, sql: Sql, by: str, channel: Callable[[], Any]
 ) -> None:
     lending(sql, NEVER)
     runtime = make_runtime(devices=gpus(1))
     ours, theirs = CONTEXT.Pipe()
-    queue = CONTEXT.SimpleQueue()
+    queue = channel()
     data = runtime.run(Take, memory_gb=2)
     told = (data.value, data.placement.device_ids, data.placement.reserved_memory_bytes, data.placement.epoch)
     with process(receive, book.url if by == "runtime" else None, theirs, queue):
         if by == "settings":
             ours.send(book.url)
         queue.put(data)
+        until(lambda: runtime._service.outbox.lent)  # a Queue pickles in a thread of its own
         del data
         runtime.flush()
         assert holders(book) == 1
