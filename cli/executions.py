@@ -28,7 +28,7 @@ from .render import Column, Row, age, local, short_id, show_rows, to_json, to_li
 executions = typer.Typer(help="Submit work to the book, and see what became of it.", no_args_is_help=True)
 
 ExecutionId = Annotated[
-    str, typer.Argument(metavar="ID", help="An execution's id, or enough of its beginning or end.", show_default=False)
+    str, typer.Argument(metavar="ID", help="An execution's id, or four or more characters of it.", show_default=False)
 ]
 
 COLUMNS = (
@@ -132,8 +132,11 @@ def submit(
             typer.echo(json.dumps({"id": str(execution_id), **told}))
         try:
             result = ticket.result(0)
-        except TimeoutError as error:
-            raise PlacementTimeout(str(error).replace("why()", f"`jayrun why {execution_id}`")) from None
+        except TimeoutError:
+            raise PlacementTimeout(
+                f"execution {execution_id} ({found.name}) is still {found.state} after {timeout:g} s and stays in the "
+                f"book; `jayrun why {execution_id}` tells more"
+            ) from None
         if as_json:
             return
         if found.result_kind == "json":

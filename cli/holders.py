@@ -47,7 +47,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @holders.command()
 def end(
-    holder: Annotated[str, typer.Argument(metavar="ID", help="A holder's id, or enough of its beginning or end.")],
+    holder: Annotated[str, typer.Argument(metavar="ID", help="A holder's id, or four or more characters of it.")],
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:

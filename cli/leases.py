@@ -31,11 +31,17 @@ COLUMNS = (
     Column("MEMORY", lambda row: "exclusive" if row["exclusive"] else format_bytes(row["memory_bytes"]), number=True),
     Column("EXECUTION", lambda row: row["execution"]),
     Column("USER", lambda row: row["user"] or "-"),
-    Column("PID", lambda row: str(row["pid"] or "-"), number=True),
+    Column("PID", lambda row: _pids(row), number=True),
     Column("LABEL", lambda row: row["label"] or "-", folds=True, spare=2),
     Column("AGE", lambda row: age(row["age"]), number=True),
     Column("SINCE", lambda row: local(row["granted_at"]), spare=3),
 )
+
+
+def _pids(row: Row) -> str:
+    """The first holder's, and how many others hold it too."""
+    others = (row["holders"] or 1) - 1
+    return f"{row['pid'] or '-'}{f' +{others}' if others else ''}"
 
 
 @leases.command("list")
@@ -58,7 +64,7 @@ def list_(
 
 @leases.command()
 def show(
-    lease: Annotated[str, typer.Argument(metavar="ID", help="A lease's id, or enough of its beginning or end.")],
+    lease: Annotated[str, typer.Argument(metavar="ID", help="A lease's id, or four or more characters of it.")],
     as_json: AsJson = False,
 ) -> None:
     """Show one lease, live or ended.
@@ -86,8 +92,19 @@ def _facts(row: Row) -> list[tuple[str, str]]:
         alone = ", exclusive" if share["exclusive"] else ""
         facts.append(("share", f"{share['device']} {share['device_id']}: {format_bytes(share['memory_bytes'])}{alone}"))
     for holder in row["holders"] or ():
-        left = "holds it" if holder["left_at"] is None else f"left {local(datetime.fromisoformat(holder['left_at']))}"
+        left = (
+            "holds it"
+            if holder["left_at"] is None
+            else f"{holder['end_reason']} {local(datetime.fromisoformat(holder['left_at']))}"
+        )
         label = f", {holder['label']}" if holder["label"] else ""
         facts.append(("holder", f"pid {holder['pid']} of {holder['user']}{label}, {left}: {holder['command']}"))
-    facts += [("event", f"{local(event['at'])} {event['kind']}") for event in row["events"]]
+    for event in row["events"]:
+        who = f" (pid {event['pid']})" if event["pid"] is not None else ""
+        facts.append(
+            (
+                "event",
+                f"{local(event['at'])} {event['kind']}{who}{': ' if event['detail'] else ''}{event['detail'] or ''}",
+            )
+        )
     return facts

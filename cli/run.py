@@ -141,7 +141,7 @@ class _Progress:
         if mine is None:
             return
         behind = [row for row in queue if row["host_id"] == mine["host_id"]]
-        held = [_held(row) for row in audit.leases(self._book) if row["host_id"] == mine["host_id"]]
+        held = [_held(row) for row in audit.leases(self._book) if self._is_in_the_way(row, mine)]
         shown = held[:5] + ([f"and {len(held) - 5} more"] if len(held) > 5 else [])
         text = f"jayrun: waiting for {mine['asks']}, place {mine['position']} of {len(behind)}; held: " + (
             "; ".join(shown) or "nothing"
@@ -149,6 +149,10 @@ class _Progress:
         if text != self._said:
             say(text)
             self._said = text
+
+    def _is_in_the_way(self, row: dict[str, Any], mine: dict[str, Any]) -> bool:
+        wanted = self._request.device_id
+        return row["host_id"] == mine["host_id"] and (wanted is None or wanted in row["device_ids"])
 
 
 def _held(row: dict[str, object]) -> str:

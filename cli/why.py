@@ -22,7 +22,7 @@ from .render import Row, to_json
 
 def why(
     execution: Annotated[
-        str, typer.Argument(metavar="ID", help="An execution's id, or enough of its beginning or end.")
+        str, typer.Argument(metavar="ID", help="An execution's id, or four or more characters of it.")
     ],
     as_json: AsJson = False,
 ) -> None:

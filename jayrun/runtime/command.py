@@ -40,7 +40,7 @@ from jayrun.store.ids import new_id
 from jayrun.store.leases import Finished, Held, Lease
 from jayrun.store.transactions import Book
 
-BEAT_SECONDS = 10.0
+BEAT_SECONDS = 2.0
 _PATIENCE_SECONDS = 1.0
 
 
@@ -196,23 +196,33 @@ class _Wrapped:
 
     def _show_life(self) -> None:
         try:
-            is_alive, *_ = [holders.beat(self._impatient, holder) for holder in self._holders]
+            self._beat(
+                f"goes on without a lease, on devices that may be given to others; kill {self._child.pid} ends it"
+            )
             self._outage.ended()
-            if not is_alive and not self._lost:  # the book has ended it
-                self._lost = True
-                assert self._lease is not None
-                say(
-                    f"jayrun: lease {self._lease.id} was taken away: an administrator ended its holder, or had this "
-                    "host forgotten; the command goes on without a lease, on devices that may be given to others"
-                )
-                self.leave()  # the other process held it for the same command
         except BookError as error:
             self._outage.began(error, "the command goes on and keeps its lease")
+
+    def _beat(self, fate: str) -> None:
+        """Show life for its processes, and say once if the book has ended the command; `fate` is what became of it."""
+        is_alive, *_ = [holders.beat(self._impatient, holder) for holder in self._holders]
+        if is_alive or self._lost:
+            return
+        self._lost = True
+        assert self._lease is not None
+        say(
+            f"jayrun: lease {self._lease.id} was taken away: an administrator ended its holder, or had this host "
+            f"forgotten; the command {fate}"
+        )
+        self.leave()  # the other process held it for the same command
 
     def conclude(self) -> int:
         """The command has ended: tell the book, and leave the lease once nothing of it runs. Returns its exit code."""
         code = self._child.wait()
         probes.reach("command.ended")
+        if self._lease is not None:
+            with contextlib.suppress(BookError):
+                self._beat("has ended without it, perhaps beside others on its devices")
         lingering = self._lease is not None and self._leftovers.exist()
         self._tell(code, gone=not lingering)
         if lingering:
@@ -224,10 +234,13 @@ class _Wrapped:
         """How the command ended, and whether all it started is gone. Told already, it changes nothing. If the book
         cannot be told, any pass of the host sees who is dead."""
         try:
-            if self._lease is not None:
+            if self._lease is None:  # it was ended, by Ctrl-C or another signal, while it waited
+                failure: dict[str, object] = {"type": "PlacementCancelled", "message": "interrupted while it waited"}
+                executions.withdraw(self._book, self._execution.id, state=ExecutionState.CANCELLED, failure=failure)
+            else:
                 state = ExecutionState.SUCCEEDED if code == 0 else ExecutionState.FAILED
-                failure = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
-                self._release(self._holder, self._lease, [Finished(self._execution.id, state, failure)])
+                why = None if code == 0 else {"type": "ExitCode", "message": f"exit code {code}"}
+                self._release(self._holder, self._lease, [Finished(self._execution.id, state, why)])
             holders.leave(self._book, self._holder)
             self._holders = [self._own] if self._own is not None else []
             probes.reach("command.told")

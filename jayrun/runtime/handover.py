@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from jayrun.errors import LeaseLost
+from jayrun.embedded import how_to_start, locate
+from jayrun.errors import BookUnreachable, LeaseLost
 from jayrun.runtime.holds import Hold
-from jayrun.runtime.service import own_service, services
+from jayrun.runtime.service import Service, own_service, services
+from jayrun.settings import Settings
 
 
 def joined(lease_id: UUID, epoch: int) -> Hold:
     """This process's hold on a lease that another one has lent; pickles call this by its name.
 
-    It asks the books of this process's Runtimes, or without any the one that the settings name. Raises `LeaseLost` when
-    the lease has ended, `PlacementUnavailableHere` when it is on another host, and `BookUnreachable`.
+    It asks the books of this process's Runtimes, or without any the one that the settings name, for which no server is
+    started. Raises `LeaseLost` when the lease has ended, `PlacementUnavailableHere` when it is on another host, and
+    `BookUnreachable`.
     """
-    asked = services() or [own_service()]
+    asked = services() or [_own_service()]
     for service in asked:
         hold = service.outbox.holds.get((lease_id, epoch))
         if hold is not None and hold.lost is None:
@@ -26,3 +29,11 @@ def joined(lease_id: UUID, epoch: int) -> Hold:
         except LeaseLost:  # or perhaps it is in another book
             continue
     return asked[-1].join(lease_id, epoch)
+
+
+def _own_service() -> Service:
+    settings = Settings.load()
+    found = locate(settings)
+    if not found.running and found.kind != "url":
+        raise BookUnreachable(how_to_start(settings))
+    return own_service(settings, url=found.url)

@@ -92,6 +92,7 @@ class Leftovers:
             self._kill_at = time.monotonic()
         else:
             self._end()
+            say("jayrun: what the command left running was told to end; Ctrl-C or SIGTERM once more kills it")
 
     def _end(self) -> None:
         self._told_to_end = True
@@ -125,8 +126,8 @@ def _describe(processes: Sequence[Process], *, ending: bool) -> str:
     if ending:
         return f"jayrun: the command has ended; ending {count} that it left running: {named}"
     return (
-        f"jayrun: the command has ended, but left {count} running, which keep its lease: {named}; "
-        "waiting for them (Ctrl-C or SIGTERM ends them)"
+        f"jayrun: the command has ended, but left {count} running, and the lease stays until all is gone: {named} "
+        "(Ctrl-C or SIGTERM ends what is left)"
     )
 
 

@@ -16,7 +16,10 @@ from jayrun.store.transactions import Book
 Row = dict[str, Any]
 
 _EVENTS_OF_LEASE = """
-SELECT at, kind FROM jayrun.lease_events WHERE lease_id = :id ORDER BY id
+SELECT e.at, e.kind, o.pid, e.detail FROM jayrun.lease_events e LEFT JOIN jayrun.holders o ON o.id = e.holder_id
+WHERE e.lease_id = :id OR (e.kind = 'declared' AND e.holder_id IN (
+    SELECT x.holder_id FROM jayrun.lease_holders x WHERE x.lease_id = :id AND coalesce(x.ended_at, e.at) >= e.at))
+ORDER BY e.id
 """
 _LEASE = """
 SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execution_id, l.position, l.invocation,
@@ -28,13 +31,14 @@ SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execu
         FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id = s.device_id WHERE s.lease_id = l.id) AS shares,
        (SELECT json_agg(json_build_object('pid', o.pid, 'user', o.user_name, 'database_user', o.database_user,
                                           'label', o.label, 'command', o.command, 'since', x.since,
-                                          'left_at', x.ended_at, 'last_seen', o.seen_at) ORDER BY x.since)
+                                          'left_at', x.ended_at, 'end_reason', x.end_reason,
+                                          'last_seen', o.seen_at) ORDER BY x.since)
         FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id WHERE x.lease_id = l.id) AS holders
 FROM jayrun.leases l JOIN jayrun.hosts h ON h.id = l.host_id JOIN jayrun.executions e ON e.id = l.execution_id
 WHERE l.id = :id
 """
 _LIKE = """
-SELECT id FROM jayrun.{table} WHERE id::text LIKE :part || '%' OR id::text LIKE '%' || :part LIMIT 2
+SELECT id FROM jayrun.{table} WHERE id::text LIKE '%' || :part || '%' LIMIT 2
 """
 _SUMMARY = """
 SELECT (SELECT count(*) FROM jayrun.leases) AS leases,
@@ -117,7 +121,7 @@ def lease(book: Book, lease_id: UUID) -> Row:
 
 
 def find_lease(book: Book, wanted: str) -> UUID:
-    """The id of the one lease that `wanted` means: a whole id, or the beginning or end of one.
+    """The id of the one lease that `wanted` means: a whole id, or a part of one.
 
     Raises `UnknownId`, saying what to do, when it is no such thing, or means none or several.
     """
@@ -146,8 +150,8 @@ def _find(book: Book, wanted: str, *, table: str, noun: str, listing: str) -> UU
     if len(found) == 1:
         return UUID(str(found[0]))
     if found:
-        raise UnknownId(f"several {noun}s have an id that begins or ends with {wanted!r}: write more of it")
-    raise UnknownId(f"no {noun} has an id that begins or ends with {wanted!r}: {listing}")
+        raise UnknownId(f"several {noun}s have {wanted!r} in their ids: write more of it")
+    raise UnknownId(f"no {noun} has {wanted!r} in its id: {listing}")
 
 
 def _rows(book: Book, statement: str, **values: object) -> list[Row]:

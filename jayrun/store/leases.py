@@ -15,6 +15,7 @@ from psycopg import Connection as PgConnection
 from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost, PlacementUnavailableHere
+from jayrun.store.engine import address
 from jayrun.store.holders import Holder
 from jayrun.store.texts import plain_failure, rendered
 from jayrun.store.transactions import Book, Gate
@@ -159,7 +160,12 @@ def join(book: Book, holder: Holder, held: Held) -> None:
             raise
         raise LeaseLost("this process was declared dead in the book", held.lease_id, held.epoch) from None
     if lease_host_id is None:
-        raise LeaseLost(f"lease {held.lease_id} has ended: nobody holds it any more", held.lease_id, held.epoch)
+        raise LeaseLost(
+            f"lease {held.lease_id} has ended: in the book at {address(book.url)} nobody holds it. Whoever sends a "
+            "placement must live until it is unpickled, within `lend_seconds` of the last pickling",
+            held.lease_id,
+            held.epoch,
+        )
     if not joined:
         raise PlacementUnavailableHere(f"lease {held.lease_id} is on another host: its capacity can only be used there")
 

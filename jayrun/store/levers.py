@@ -69,8 +69,8 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
     living = [str(row[3]) for row, verdict in zip(holders, verdicts, strict=True) if verdict is Verdict.ALIVE]
     if not force and living:
-        pids = ", ".join(living)
-        raise StillAlive(f"on host {name} pid {pids} is alive, says the kernel. If the host is forgotten, {_RISK}")
+        who = f"pid {living[0]} is" if len(living) == 1 else f"pids {', '.join(living)} are"
+        raise StillAlive(f"on host {name} {who} alive, says the kernel. If the host is forgotten, {_RISK}")
     if not force and silent_seconds < ttl_seconds:
         raise StillAlive(
             f"host {name} was heard of {format_seconds(silent_seconds)} ago; it can be forgotten once it has been "

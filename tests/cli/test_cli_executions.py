@@ -106,7 +106,7 @@ def test_submit_and_wait(jayrun: Jayrun, worker: object, tmp_path: Path) -> None
     assert (failed.json["state"], failed.json["failure"]["type"]) == ("failed", "FileNotFoundError")
     late = jayrun("executions", "submit", "Nobody", "--wait", "--timeout", "0")
     assert late.code == 4
-    assert "still ready after 0 s; `jayrun why" in late.err
+    assert "still ready after 0 s and stays in the book; `jayrun why" in late.err
 
 
 def test_submit_and_wait_for_the_impossible(jayrun: Jayrun, worker: object, book: Book) -> None:

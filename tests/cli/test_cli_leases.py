@@ -147,7 +147,7 @@ def test_one_lease(jayrun: Jayrun, hold: Callable[..., Holder]) -> None:
     assert shown["ended_at"] > shown["granted_at"]
     text = jayrun("leases", "show", lease_id).out
     assert "state      reclaimed, lasted " in text
-    assert ", left 2" in text
+    assert ", reclaimed 2" in text
 
 
 @pytest.mark.usefixtures("fleet")

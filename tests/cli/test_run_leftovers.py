@@ -32,7 +32,7 @@ from run_helpers import (
 from jayrun import probes
 from jayrun.embedded import Throwaway
 from jayrun.runtime import reconciler
-from jayrun.store import audit, reclaim
+from jayrun.store import audit, levers, reclaim
 from jayrun.store.transactions import Book
 
 LEAVES_ONE = "setsid sleep 1000 & echo $!; exit 3"
@@ -103,7 +103,9 @@ def test_what_the_command_left_keeps_the_lease_until_it_is_gone(
 ) -> None:
     with started(url, "--", "sh", "-c", LEAVES_ONE) as wrapper:
         left = int(read_line(wrapper))
-        assert f"left 1 process running, which keep its lease: sleep (pid {left});" in read_error(wrapper)
+        assert f"left 1 process running, and the lease stays until all is gone: sleep (pid {left})" in read_error(
+            wrapper
+        )
         [execution] = audit.executions(book)
         assert (execution["state"], execution["failure"]["message"]) == ("failed", "exit code 3")
         reconciler.run_pass(book, host_id)
@@ -360,6 +362,21 @@ def test_a_lease_that_was_taken_away_is_told(
     assert (audit.leases(book), audit.violations(book)) == ([], [])
 
 
+def test_a_lease_that_was_taken_away_from_a_short_command_is_told_at_its_end(
+    url: str, book: Book, host_id: int, sql: psycopg.Connection
+) -> None:
+    slow_beat = f"from jayrun.runtime import command; command.BEAT_SECONDS = 3600; {JAYRUN}"
+    with started(url, "--", "sh", "-c", "echo $$; exec sleep 1000", jayrun=slow_beat) as wrapper:
+        command = int(read_line(wrapper))
+        for (holder,) in sql.execute("SELECT id FROM jayrun.holders WHERE state = 'alive'").fetchall():
+            levers.end_holder(book, holder, force=True)
+        os.kill(command, signal.SIGTERM)
+        code, _, err = ended(wrapper)
+        assert code == 128 + signal.SIGTERM
+        assert err.count("was taken away") == 1
+    nothing_left(book, host_id)
+
+
 # --- the book is away ------------------------------------------------------------------------------------------------
 
 
@@ -396,8 +413,10 @@ def test_the_book_comes_back_while_something_is_left(url: str, book: Book, host_
         command, left = int(read_line(wrapper)), int(read_line(wrapper))
         server.kill()
         os.kill(command, signal.SIGTERM)
-        assert "could not be told yet" in read_error(wrapper)
-        server.start()
+        try:
+            assert "could not be told yet" in read_error(wrapper)
+        finally:
+            server.start()
         os.kill(left, signal.SIGTERM)
         assert ended(wrapper)[0] == 128 + signal.SIGTERM
     nothing_left(book, host_id)
