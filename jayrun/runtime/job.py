@@ -28,6 +28,7 @@ from jayrun.runtime.data import Data
 from jayrun.runtime.holds import Undo
 from jayrun.runtime.operator import Operator, Resource, bound, declared_inputs
 from jayrun.runtime.placement import SWALLOWED, PlacementInterface
+from jayrun.runtime.presence import DECLARED_DEAD
 from jayrun.runtime.resources import Cached
 from jayrun.runtime.retry import RetryPolicy
 from jayrun.runtime.service import Resolution, Service, Wait
@@ -243,7 +244,7 @@ class Job:
                 raise
             if invocation.signalled:
                 raise PlacementSignalSwallowed(SWALLOWED.format(name=name))
-            invocation.check_leases()
+            self._check_leases(invocation)
             check_complete(work.recorded, invocation.issued)
             if not isinstance(result, Data):
                 raise TypeError(f"{name} must return a Data, not {result!r} ({type(result).__name__})")
@@ -258,14 +259,22 @@ class Job:
         if self._cancelled.is_set():
             raise PlacementCancelled(f"{self._work.execution.name} was cancelled")
         work = invocation.work
-        invocation.check_leases()
+        self._check_leases(invocation)
         check_next(work.recorded, invocation.issued, request)
         position = len(invocation.issued)
         lease = work.granted.pop(position, None)
         if lease is None:
             lease = self._reserve(invocation, position, request)
+        self._check_leases(invocation)
         invocation.issued.append(request)
         return invocation.place(self._service.outbox, request, lease)
+
+    def _check_leases(self, invocation: Invocation) -> None:
+        """Raises `LeaseLost` if this process has lost what the invocation holds, or was granted to it."""
+        invocation.check_leases()
+        work = invocation.work
+        if work.booked is not None and self._is_a_former_holders(work):
+            raise LeaseLost(f"{work.execution.name} has ended in the book: {DECLARED_DEAD}; run it again")
 
     def _reserve(self, invocation: Invocation, position: int, request: Request) -> Lease:
         work = invocation.work
@@ -315,9 +324,7 @@ class Job:
             case Impossible(reason):
                 raise PlacementImpossible(reason)
             case Ended("lost"):
-                raise LeaseLost(
-                    f"this process was declared dead in the book, and with it {work.execution.name}; run it again"
-                )
+                raise LeaseLost(f"{work.execution.name} cannot ask: {DECLARED_DEAD}; run it again")
             case Ended(state):
                 raise PlacementCancelled(f"{work.execution.name} is {state} in the book: somebody ended it")
             case _:

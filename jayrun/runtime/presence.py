@@ -16,6 +16,8 @@ from jayrun.store.transactions import Book
 
 log = logging.getLogger("jayrun")
 
+DECLARED_DEAD = "this process was declared dead in the book, or was silent for too long where nobody saw it"
+
 
 class Presence:
     """One process in one book. `holder` is another one after the book has ended the first though the process lives.
@@ -61,6 +63,7 @@ class Presence:
             return self._declared_dead(held)
         if held:
             gone = leases.gone(self._book, self.holder, held)
+            # Perhaps the former holder got it just before it was ended.
             self._tell(self._lose(gone, "this process's hold on it was ended by others"))
         return False
 
@@ -76,8 +79,7 @@ class Presence:
                 self._outbox.lent.pop(lease)
 
     def _declared_dead(self, held: Sequence[Held]) -> bool:
-        why = "this process was declared dead in the book, or was silent for too long where nobody saw it"
-        lost = self._lose(held, why)
+        lost = self._lose(held, DECLARED_DEAD)
         try:
             if self._role == "worker":
                 return False
@@ -97,6 +99,7 @@ class Presence:
                 hold.lost = f"lease {held.lease_id} is lost: {why}; stop using the device, drop the data, and ask anew"
                 lost.append(LeaseLost(hold.lost, *held[:2]))
                 self._outbox.lent.pop(held[:2], None)
+                self._outbox.held.pop(held[:2], None)
         return lost
 
     def _tell(self, lost: Sequence[LeaseLost]) -> None:

@@ -46,9 +46,9 @@ class Lease:
 
 _LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s, %s)"
 _GONE = """
-SELECT h.lease_id, n.epoch, h.hold FROM unnest(%s::uuid[], %s::bigint[], %s::integer[]) AS n (lease_id, epoch, hold)
-JOIN jayrun.lease_holders h ON h.holder_id = %s AND h.lease_id = n.lease_id AND h.hold = n.hold
-WHERE h.ended_at IS NOT NULL
+SELECT n.lease_id, n.epoch, n.hold FROM unnest(%s::uuid[], %s::bigint[], %s::integer[]) AS n (lease_id, epoch, hold)
+WHERE NOT EXISTS (SELECT FROM jayrun.lease_holders h WHERE h.holder_id = %s AND h.lease_id = n.lease_id
+                  AND h.hold = n.hold AND h.ended_at IS NULL)
 """
 _JOIN = "SELECT * FROM jayrun.join_lease(%s, %s, %s, %s)"
 _FINISH = "SELECT jayrun.finish(%s)"
@@ -171,7 +171,7 @@ def join(book: Book, holder: Holder, held: Held) -> None:
 
 
 def gone(book: Book, holder: Holder, held: Sequence[Held]) -> list[Held]:
-    """Those of these holds of `holder` that have ended in the book."""
+    """Those of these holds that are not live holds of `holder` in the book."""
     ids, epochs, holds = zip(*held, strict=True)
     values = (list(ids), list(epochs), list(holds), holder.id)
     return [Held(*row) for row in book.written(lambda pg: pg.execute(_GONE, values).fetchall())]

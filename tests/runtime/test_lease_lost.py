@@ -18,7 +18,7 @@ from processes import PATIENCE, until
 from test_resources import Model, Use
 from test_waiting import Probe, Take, parked
 
-from jayrun import Data, Operator, RetryPolicy, Runtime
+from jayrun import Data, Operator, RetryPolicy, Runtime, probes
 from jayrun.errors import LeaseLost, PlacementCancelled
 from jayrun.runtime.holds import Hold
 from jayrun.store import admission, audit, holders, leases, reclaim
@@ -273,3 +273,67 @@ def test_a_hold_that_nobody_kept_is_released_as_before(make_runtime: MakeRuntime
     assert outbox.held == {}
     runtime.flush()
     assert outbox.messages == deque()
+
+
+# --- between a grant and the value that user code gets ---------------------------------------------------------------
+
+
+def test_what_was_claimed_while_no_thread_was_free_is_lost_too(make_runtime: MakeRuntime, book: Book, sql: Sql) -> None:
+    runtime = make_runtime(devices=gpus(1), threads=1)
+    blocker = runtime.run(Take, memory_gb=24)
+    waiting = runtime.start(Take, memory_gb=24)
+    parked(book)
+    busy, go_on = threading.Event(), threading.Event()
+
+    def body(self: Operator) -> str:
+        busy.set()
+        assert go_on.wait(PATIENCE)
+        return "done"
+
+    runtime.start(Probe, body=body)  # the one thread there is
+    assert busy.wait(PATIENCE)
+    del blocker
+    running = "SELECT count(*) FROM jayrun.executions WHERE state = 'running' AND name = 'Take' AND waited_seconds > 0"
+    until(lambda: sql.execute(running).fetchone() == (1,))
+    former = runtime._service.holder.id
+    declare_dead(book, runtime)
+    noticed(runtime, former)
+    taken_by_another(book, runtime, 24)
+    go_on.set()
+    with pytest.raises(LeaseLost, match="declared dead"):
+        waiting.result(PATIENCE)
+    assert replay(sql) == 3
+
+
+def test_declared_dead_between_the_grant_and_the_placement(make_runtime: MakeRuntime, book: Book) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    former = runtime._service.holder.id
+
+    def end() -> None:
+        if runtime._service.holder.id == former:
+            declare_dead(book, runtime)
+            noticed(runtime, former)
+
+    with probes.arm("reserve.granted", end), pytest.raises(LeaseLost, match="declared dead"):
+        runtime.run(Take, memory_gb=24)
+    assert runtime._service.holder.id != former
+    assert runtime.run(Take, memory_gb=24, timeout=PATIENCE).value == "taken"
+
+
+def test_declared_dead_while_it_joins(make_runtime: MakeRuntime, book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[LeaseLost] = []
+    runtime = make_runtime(devices=gpus(1), on_lease_lost=told.append)
+    granted = taken_by_another(book, runtime, 24)
+    former = runtime._service.holder.id
+    join = leases.join
+
+    def slowly(*arguments: Any) -> None:
+        join(*arguments)
+        declare_dead(book, runtime)
+        noticed(runtime, former)
+
+    monkeypatch.setattr(leases, "join", slowly)
+    hold = runtime._service.join(granted.lease.id, granted.lease.epoch)
+    until(lambda: told)
+    with pytest.raises(LeaseLost):
+        hold.check()
