@@ -281,7 +281,8 @@ def _granted(book: Book, execution: Execution) -> Lease | None:
             raise PlacementImpossible(str(failure.get("message")))
         if failure.get("type") == "PlacementTimeout":  # withdrawn by a try whose answer was lost
             raise PlacementTimeout(str(failure.get("message")))
-        raise PlacementCancelled(f"the execution was {news.state.value} while it waited")
+        message = failure.get("message", "somebody ended it; run it again")
+        raise PlacementCancelled(f"the execution was {news.state.value} while it waited: {message}")
     return None
 
 

@@ -9,6 +9,7 @@ from jayrun.errors import BookUnreachable, LeaseLost
 from jayrun.runtime.holds import Hold
 from jayrun.runtime.service import Service, own_service, services
 from jayrun.settings import Settings
+from jayrun.store.transactions import PATIENCE_SECONDS
 
 
 def joined(lease_id: UUID, epoch: int) -> Hold:
@@ -23,12 +24,22 @@ def joined(lease_id: UUID, epoch: int) -> Hold:
         hold = service.outbox.holds.get((lease_id, epoch))
         if hold is not None and hold.lost is None:
             return hold
-    for service in asked[:-1]:
-        try:
-            return service.join(lease_id, epoch)
-        except LeaseLost:  # or perhaps it is in another book
-            continue
-    return asked[-1].join(lease_id, epoch)
+    failure: LeaseLost | BookUnreachable | None = None
+    for patience_seconds in (0, PATIENCE_SECONDS):  # a book that is away is waited for when all others have been asked
+        away = []
+        for service in asked:
+            try:
+                return service.join(lease_id, epoch, patience_seconds=patience_seconds)
+            except LeaseLost as error:  # or perhaps it is in another book
+                failure = failure if isinstance(failure, BookUnreachable) else error
+            except BookUnreachable as error:
+                failure = error
+                away.append(service)
+        if not away:
+            break
+        asked, failure = away, None
+    assert failure is not None
+    raise failure
 
 
 def _own_service() -> Service:

@@ -244,6 +244,7 @@ class Job:
                 raise
             if invocation.signalled:
                 raise PlacementSignalSwallowed(SWALLOWED.format(name=name))
+            self._service.confirm(invocation.held())
             self._check_leases(invocation)
             check_complete(work.recorded, invocation.issued)
             if not isinstance(result, Data):
@@ -380,6 +381,8 @@ class Job:
             raise PlacementImpossible(message)
         if failure.get("type") == "PlacementDeadlock":
             raise PlacementDeadlock(message)
+        if failure.get("type") == "ProcessDied":
+            raise LeaseLost(f"{self._work.execution.name} has lost its place in the queue: {message}; run it again")
         raise PlacementCancelled(f"{self._work.execution.name} was {resolution.state.value}: {message}")
 
     def _finished(self, data: Data) -> Data:

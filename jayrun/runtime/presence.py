@@ -62,10 +62,13 @@ class Presence:
         if not is_alive:
             return self._declared_dead(held)
         if held:
-            gone = leases.gone(self._book, self.holder, held)
-            # Perhaps the former holder got it just before it was ended.
-            self._tell(self._lose(gone, "this process's hold on it was ended by others"))
+            self.confirm(self._book, held)
         return False
+
+    def confirm(self, book: Book, held: Sequence[Held]) -> None:
+        """Lose what the book does not have: somebody ended it, or the former holder got it just before it was ended."""
+        gone = leases.gone(book, self.holder, held)
+        self._tell(self._lose(gone, "this process's hold on it was ended by others"))
 
     def lent_until(self, lend_seconds: float) -> list[float]:
         """When what was lent is to be taken back, on this process's monotonic clock."""

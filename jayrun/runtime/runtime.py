@@ -22,7 +22,7 @@ from jayrun.runtime.data import Data
 from jayrun.runtime.job import Job
 from jayrun.runtime.operator import Operator, check_inputs
 from jayrun.runtime.retry import FailureMode, RetryPolicy
-from jayrun.runtime.service import Resolution, own_service
+from jayrun.runtime.service import AT_ITS_END, Resolution, own_service
 from jayrun.runtime.ticket import Ticket
 from jayrun.settings import Settings
 from jayrun.store import devices as booked_devices
@@ -245,8 +245,8 @@ class Runtime:
     def _enter(self, job: Job) -> None:
         """Count the job in, unless this Runtime takes no more."""
         with self._idle:
-            if self._refusal is not None:
-                raise RuntimeClosed(self._refusal)
+            if self._refusal is not None or self._service.has_stopped:
+                raise RuntimeClosed(self._refusal or AT_ITS_END)
             self._jobs.add(job)
             self._service.jobs.add(job)
 

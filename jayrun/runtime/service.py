@@ -26,7 +26,7 @@ from jayrun import kernel
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.embedded import ensure
-from jayrun.errors import BookError, PlacementTimeout
+from jayrun.errors import BookError, PlacementTimeout, RuntimeClosed
 from jayrun.runtime import reconciler
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.outage import Outage
@@ -37,10 +37,11 @@ from jayrun.store import admission, blockers, executions, holders, leases, recla
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
 from jayrun.store.leases import Finished, Held
-from jayrun.store.transactions import Book
+from jayrun.store.transactions import PATIENCE_SECONDS, Book
 
 log = logging.getLogger("jayrun")
 
+AT_ITS_END = "this process is at its end, and takes no new work"
 EXIT_FLUSH_SECONDS = 2.0
 _OUTAGE_PAUSE_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
@@ -99,8 +100,9 @@ class Service:
         self._host_waits = False  # somebody waited on the host when this process last looked
         self._blocked: set[threading.Thread] = set()
         self.presence.on_lease_lost.append(lambda lost: self.resources.drop_lost())
-        # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit.
-        Finalize(None, self.stop, exitpriority=100)
+        # Runs at the end of the interpreter, and also of children of multiprocessing, which end without running atexit;
+        # after it has joined its children, for until then there may be something to release.
+        Finalize(None, self.stop, exitpriority=-1)
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
         self._thread.start()
 
@@ -134,9 +136,23 @@ class Service:
         """This process as the book knows it now."""
         return self.presence.holder
 
-    def join(self, lease_id: UUID, epoch: int) -> Hold:
-        """Become a further holder of a lease. Raises `LeaseLost`, `PlacementUnavailableHere`, `BookError`."""
-        return self.presence.join(self.book, lease_id, epoch)
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the process is at its end: nobody is left to wait, or to tell the book."""
+        return self._stopping
+
+    def join(self, lease_id: UUID, epoch: int, *, patience_seconds: float = PATIENCE_SECONDS) -> Hold:
+        """Become a further holder of a lease. Raises `LeaseLost`, `PlacementUnavailableHere`, `BookError`, and
+        `RuntimeClosed` at the end of the process."""
+        if self._stopping:
+            raise RuntimeClosed(AT_ITS_END)
+        return self.presence.join(self.book.with_patience(patience_seconds), lease_id, epoch)
+
+    def confirm(self, held: Sequence[Held]) -> None:
+        """Look whether the book has these holds too; what it has not is lost. A book that is away is believed in."""
+        if held and not self._outage.lasts:
+            with contextlib.suppress(BookError):
+                self.presence.confirm(self.book.with_patience(0), held)
 
     def combine(self) -> None:
         admission.combine(self.book, self.host_id)

@@ -141,6 +141,10 @@ class Invocation:
             prefer_max_devices=request.prefer_max_devices,
         )
 
+    def held(self) -> list[Held]:
+        """What it still holds."""
+        return [kept.held for hold, _ in self.leases if (kept := hold()) is not None]
+
     def check_leases(self) -> None:
         """Raises `LeaseLost` if this process has lost one of its leases whose placement is still reachable."""
         for hold, _ in self.leases:

@@ -25,11 +25,12 @@ from processes import CONTEXT, PATIENCE, process, until
 from test_waiting import Probe, Take, parked
 
 from jayrun import Data, Operator, Runtime, probes
+from jayrun.embedded import start_throwaway
 from jayrun.errors import LeaseLost, PlacementUnavailableHere
 from jayrun.placement import PlacementGroup
-from jayrun.runtime import reconciler
+from jayrun.runtime import reconciler, service
 from jayrun.settings import Settings, child_environment
-from jayrun.store import audit
+from jayrun.store import audit, schema
 from jayrun.store.transactions import Book
 
 Sql = psycopg.Connection[tuple[Any, ...]]
@@ -385,6 +386,11 @@ def holders():
 def drop(data):
     print("child has", data.value, data.placement.reserved_memory_bytes, holders(), flush=True)
 
+def until_free():
+    while holders():
+        time.sleep(0.02)
+    print("free", flush=True)
+
 if __name__ == "__main__":
     runtime = Runtime(devices=[RuntimeDevice(Device.GPU, [Backend.CUDA], 0, 24)])
 """
@@ -562,3 +568,48 @@ def test_a_forked_child_keeps_no_session_of_its_parent(url: str, book: Book, sql
         assert reconciler.run_pass(book, sql.execute("SELECT id FROM jayrun.hosts").fetchall()[0][0]).reclaimed == 1
         assert holders(book) == 0
         parent.stdin.write("end\n")
+
+
+def test_a_program_that_waits_for_its_children_at_its_end_still_releases(url: str, sql: Sql, tmp_path: Path) -> None:
+    """multiprocessing joins them when the script is over; until they end there may be something to let go."""
+    lending(sql, 5)
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 0.2")
+    said = run_script(
+        tmp_path,
+        url,
+        """
+        data = runtime.run(Take, memory_gb=2)
+        context = multiprocessing.get_context("forkserver")
+        child = context.Process(target=drop, args=(data,))
+        child.start()
+        child.join()
+        context.Process(target=until_free).start()
+        del data
+        """,
+    )
+    assert said == "child has taken 2000000000 [2]\nfree\n"
+    assert replay(sql) == 1
+
+
+def test_another_book_that_is_away_is_no_obstacle(
+    make_runtime: MakeRuntime, book: Book, sql: Sql, tmp_path: Path
+) -> None:
+    lending(sql, NEVER)
+    with start_throwaway(tmp_path / "other", settings=Settings()) as other:
+        schema.upgrade(other.url)
+        Runtime(other.url)  # the first book of this process
+        try:
+            runtime = make_runtime(devices=gpus(1))
+            ours, theirs = CONTEXT.Pipe()
+            queue = CONTEXT.SimpleQueue()
+            with process(send, book.url, theirs, queue):
+                assert ours.recv() == "sent"
+                other.stop()
+                data = queue.get()
+                assert data.value == "taken"
+                assert holders(book) == 2
+                ours.send("end")
+                del data
+            runtime.flush()
+        finally:
+            service._services.pop(other.url).stop()

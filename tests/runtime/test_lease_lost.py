@@ -19,7 +19,7 @@ from test_resources import Model, Use
 from test_waiting import Probe, Take, parked
 
 from jayrun import Data, Operator, RetryPolicy, Runtime, probes
-from jayrun.errors import LeaseLost, PlacementCancelled
+from jayrun.errors import LeaseLost, RuntimeClosed
 from jayrun.runtime.holds import Hold
 from jayrun.store import admission, audit, holders, leases, reclaim
 from jayrun.store.admission import Ask, Execution, Granted, Member
@@ -196,7 +196,7 @@ def test_who_waits_is_told_that_its_place_is_gone(make_runtime: MakeRuntime, boo
     parked(book)
     former = runtime._service.holder.id
     declare_dead(book, runtime)
-    with pytest.raises(PlacementCancelled, match="ended without finishing"):
+    with pytest.raises(LeaseLost, match="lost its place in the queue"):
         waiting.result(PATIENCE)
     noticed(runtime, former)
     assert runtime.run(Take, memory_gb=24, timeout=PATIENCE).value == "taken"
@@ -337,3 +337,34 @@ def test_declared_dead_while_it_joins(make_runtime: MakeRuntime, book: Book, mon
     until(lambda: told)
     with pytest.raises(LeaseLost):
         hold.check()
+
+
+def test_what_ends_before_the_next_tick_is_told_too(make_runtime: MakeRuntime, book: Book, sql: Sql) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    service = runtime._service
+    service.tick_seconds = 3600
+    first = service.holder.id
+
+    def body(self: Operator) -> Data:
+        data = Data("done", self.placement.cuda(2))
+        declare_dead(book, runtime)
+        return data
+
+    until(lambda: runtime.run(Take, memory_gb=1, timeout=0).value)  # the tick that was due is over
+    with pytest.raises(LeaseLost, match="is lost"):
+        runtime.run(Probe, body=body)
+    assert service.holder.id == first, "a tick came between, so nothing was shown"
+
+
+def test_at_the_end_of_the_process_nothing_new_is_run(make_runtime: MakeRuntime, book: Book) -> None:
+    runtime = make_runtime(devices=gpus(1))
+    data = runtime.run(Take, memory_gb=2)
+    text = pickle.dumps(data)
+    runtime._service.stop()
+    for act in (lambda: runtime.run(Take, memory_gb=24, timeout=1), lambda: runtime.start(Take, memory_gb=1)):
+        with pytest.raises(RuntimeClosed, match="at its end"):
+            act()
+    del data
+    runtime._service.outbox.lent.clear()
+    with pytest.raises(RuntimeClosed, match="at its end"):
+        pickle.loads(text)
