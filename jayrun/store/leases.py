@@ -46,7 +46,8 @@ class Lease:
 
 _LEAVE = "SELECT jayrun.leave(%s, %s::uuid[], %s, %s, %s)"
 _GONE = """
-SELECT n.lease_id, n.epoch, n.hold FROM unnest(%s::uuid[], %s::bigint[], %s::integer[]) AS n (lease_id, epoch, hold)
+SELECT n.lease_id, n.epoch, n.hold, current_setting('transaction_read_only')
+FROM unnest(%s::uuid[], %s::bigint[], %s::integer[]) AS n (lease_id, epoch, hold)
 WHERE NOT EXISTS (SELECT FROM jayrun.lease_holders h WHERE h.holder_id = %s AND h.lease_id = n.lease_id
                   AND h.hold = n.hold AND h.ended_at IS NULL)
 """
@@ -174,7 +175,14 @@ def gone(book: Book, holder: Holder, held: Sequence[Held]) -> list[Held]:
     """Those of these holds that are not live holds of `holder` in the book."""
     ids, epochs, holds = zip(*held, strict=True)
     values = (list(ids), list(epochs), list(holds), holder.id)
-    return [Held(*row) for row in book.written(lambda pg: pg.execute(_GONE, values).fetchall())]
+
+    def unit(pg: PgConnection[Any]) -> list[Held]:
+        rows = pg.execute(_GONE, values).fetchall()
+        if any(row[3] == "on" for row in rows):  # a server that was left, or a standby, knows nothing of late
+            raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
+        return [Held(*row[:3]) for row in rows]
+
+    return book.written(unit)
 
 
 def anybody_waits(book: Book, host_id: int) -> bool:
