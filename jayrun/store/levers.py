@@ -15,7 +15,7 @@ from jayrun import kernel
 from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.units import format_seconds
 from jayrun.errors import StillAlive, UnknownId
-from jayrun.store import admission, reclaim
+from jayrun.store import admission, heirs, reclaim
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
@@ -62,11 +62,17 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     declared again. Raises `StillAlive` while it shows life, unless `force`.
     """
 
-    def look(pg: PgConnection[Any]) -> tuple[Any, list[Any]]:
-        return pg.execute(_HOST, (host_id,)).fetchone(), pg.execute(_ALIVE, (host_id,)).fetchall()
+    def look(pg: PgConnection[Any]) -> tuple[Any, list[Any], list[Verdict]]:
+        holders = pg.execute(_ALIVE, (host_id,)).fetchall()
+        verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
+        dead = [row[0] for row, verdict in zip(holders, verdicts, strict=True) if verdict is Verdict.DEAD]
+        if dead and not force:  # what they left running is alive too
+            heirs.join_and_spare(pg, dead)
+            holders = pg.execute(_ALIVE, (host_id,)).fetchall()
+            verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
+        return pg.execute(_HOST, (host_id,)).fetchone(), holders, verdicts
 
-    (name, identity, silent_seconds, ttl_seconds), holders = book.written(look)
-    verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
+    (name, identity, silent_seconds, ttl_seconds), holders, verdicts = book.written(look)
     living = [str(row[3]) for row, verdict in zip(holders, verdicts, strict=True) if verdict is Verdict.ALIVE]
     if not force and living:
         who = f"pid {living[0]} is" if len(living) == 1 else f"pids {', '.join(living)} are"
@@ -92,8 +98,9 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
 def end_holder(book: Book, holder_id: UUID, *, force: bool = False) -> bool:
     """Declare a holder gone: its leases and executions end. Returns whether it was alive until then.
 
-    Raises `StillAlive`, unless `force`, for one that the kernel says is alive, and for one that nobody here sees while
-    it has not been silent for the book's `holder_ttl_seconds`. Raises `UnknownId`.
+    Raises `StillAlive`, unless `force`, for one that the kernel says is alive, for a dead command whose wrapper lives
+    (that one ends it), and for one that nobody here sees while it has not been silent for the book's
+    `holder_ttl_seconds`. Raises `UnknownId`. What a dead command left running joins its lease first, unless `force`.
     """
     row = book.written(lambda pg: pg.execute(_HOLDER, (holder_id,)).fetchone())
     if row is None:
@@ -109,6 +116,15 @@ def end_holder(book: Book, holder_id: UUID, *, force: bool = False) -> bool:
         raise StillAlive(
             f"{who} cannot be seen from here and was heard of {format_seconds(silent_seconds)} ago; it can be ended "
             f"once it has been silent for {format_seconds(ttl_seconds)}. Before that, {_RISK}"
+        )
+    if (
+        not force
+        and verdict is Verdict.DEAD
+        and not book.written(lambda pg: heirs.join_and_spare(pg, [holder_id]))
+    ):
+        raise StillAlive(
+            f"{who} is dead, but the `jayrun run` that started it is alive and is about to end it: end that one, if it "
+            f"hangs. Before that, {_RISK}"
         )
     forced = ", by force" if force else ""
     _declare(book, holder_id, f"declared {who} gone, which the kernel calls {verdict}{forced}")
