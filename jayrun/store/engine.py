@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 from psycopg import Connection as PgConnection
+from psycopg import IsolationLevel
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 
@@ -193,6 +194,7 @@ class Connections:
             raise
         connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
         checked_out.detach()
+        connection.isolation_level = IsolationLevel.READ_COMMITTED  # each BEGIN says so; a pooler keeps no setting of ours
         return connection
 
     @contextmanager

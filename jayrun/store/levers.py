@@ -6,6 +6,7 @@ Both leave a line in the log that says who did it. Nothing else ends what may be
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 from uuid import UUID
 
@@ -14,7 +15,7 @@ from psycopg import Connection as PgConnection
 from jayrun import kernel
 from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.units import format_seconds
-from jayrun.errors import StillAlive, UnknownId
+from jayrun.errors import DeviceInUse, StillAlive, UnknownId
 from jayrun.store import admission, heirs, reclaim
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
@@ -48,6 +49,8 @@ UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'offline' WHER
 """
 _FORGET = "UPDATE jayrun.hosts SET forgotten_at = clock_timestamp() WHERE id = %s"
 
+_ROUNDS = 20
+_PAUSE_SECONDS = 0.1
 _RISK = (
     "what still runs goes on using its GPUs until it notices (LeaseLost), beside whoever is given them next: two "
     "programs in one GPU's memory. --force does it all the same"
@@ -59,7 +62,8 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     holders there were.
 
     What workers ran there is ready again. The host comes back by itself when it is seen again; its devices must then be
-    declared again. Raises `StillAlive` while it shows life, unless `force`.
+    declared again. Raises `StillAlive` while it shows life, unless `force`, and `DeviceInUse` when its devices are
+    leased anew as often as their leases are ended.
     """
 
     def look(pg: PgConnection[Any]) -> tuple[Any, list[Any], list[Verdict]]:
@@ -85,7 +89,9 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     forced = ", by force" if force else ""
     _declare(book, None, f"declared host {name} ({identity}) gone{forced}")
     ended: set[UUID] = set()
-    while True:  # what still runs there may introduce itself again
+    for attempt in range(_ROUNDS):  # what still runs there may introduce itself again
+        if attempt:
+            time.sleep(_PAUSE_SECONDS)
         for holder_id, *_ in book.written(lambda pg: pg.execute(_ALIVE, (host_id,)).fetchall()):
             _declare(book, holder_id, f"declared it gone with host {name}{forced}")
             _end(book, holder_id, reason="declared")
@@ -93,6 +99,10 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
         if book.gated(lambda gate: _remove_devices(gate, host_id)):
             admission.combine(book, host_id)
             return len(ended)
+    raise DeviceInUse(
+        f"devices of host {name} are leased again as often as their leases end: end what still runs there, then forget "
+        "it. `jayrun leases list` shows who holds them"
+    )
 
 
 def end_holder(book: Book, holder_id: UUID, *, force: bool = False) -> bool:

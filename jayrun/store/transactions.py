@@ -142,7 +142,11 @@ class Book:
         return self._replayed(attempt)
 
     def written(self, unit: Callable[[PgConnection[Any]], T]) -> T:
-        """Run `unit` on a connection in autocommit: each statement is a READ COMMITTED transaction of its own."""
+        """Run `unit` on a connection in autocommit: each statement is a READ COMMITTED transaction of its own.
+
+        Where the database's default is stricter, a statement that met another writer is refused, and the unit replayed;
+        `pg.transaction()` is READ COMMITTED there too.
+        """
 
         def attempt() -> T:
             with self._connections.one() as pg:

@@ -467,7 +467,13 @@ CREATE FUNCTION jayrun.holder_ends() RETURNS trigger LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 BEGIN
     -- Stronger than the update's own lock: it waits for whoever is just now giving this holder a lease, and makes those
-    -- who saw it alive, and have not written yet, start anew.
+    -- who saw it alive, and have not written yet, start anew. What was given while it waited is seen only by a statement
+    -- with a snapshot of its own.
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+            MESSAGE = format('jayrun.holders: holder %s ends in a transaction of READ COMMITTED only', NEW.id),
+            HINT = 'Begin the transaction with BEGIN ISOLATION LEVEL READ COMMITTED.';
+    END IF;
     PERFORM FROM jayrun.holders WHERE id = NEW.id FOR UPDATE;
     IF EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = NEW.id AND ended_at IS NULL) THEN
         RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,

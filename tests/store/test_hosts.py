@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from jayrun import kernel, probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.domain.why import Later, Never, Now
-from jayrun.errors import StillAlive, UnknownId
+from jayrun.errors import DeviceInUse, StillAlive, UnknownId
 from jayrun.store import admission, audit, claims, devices, everywhere, holders, leases, levers, reclaim
 from jayrun.store.admission import Ended, Granted, Parked, Unavailable
 from jayrun.store.explain import explain, forecast
@@ -390,6 +391,49 @@ def test_forgetting_ends_also_what_is_granted_meanwhile(book: Book, sql: Sql, ur
     other.close()
     assert again
     assert (live(sql), audit.capacity(book)) == (0, [])
+    assert audit.violations(book) == []
+
+
+def test_forgetting_ends_though_a_device_stays_in_use(book: Book, sql: Sql, far: Scene) -> None:
+    """A lease that nobody can end stands for processes that take what is freed as fast as it is ended."""
+    sql.execute("ALTER TABLE jayrun.holders DISABLE TRIGGER holders_end_without_leases")
+    sql.execute("UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_reason = 'left'")
+    sql.execute("ALTER TABLE jayrun.holders ENABLE TRIGGER holders_end_without_leases")
+    with pytest.raises(DeviceInUse, match="end what still runs there"):
+        levers.forget_host(book, far.host_id)
+    assert shown(book, "far-away")["state"] == "silent"
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_the_end_of_a_holder_sees_the_lease_that_it_waited_for(
+    book: Book, sql: Sql, url: str, isolation: str
+) -> None:
+    """Whatever isolation the database gives to those who ask for none."""
+    sql.execute(f"ALTER DATABASE {sql.info.dbname} SET default_transaction_isolation = '{isolation}'")
+    with ExitStack() as stack:
+        stack.callback(sql.execute, f"ALTER DATABASE {sql.info.dbname} RESET default_transaction_isolation")
+        here = scene(book, gpus(1))
+        lease = here.granted(cuda(24))
+        doomed = holders.register(book, here.host_id, role="runtime")
+        hand = Book(url, role="hand")  # all of its connections have the new default
+        stack.callback(hand.close)
+        assert hand.value("SELECT current_setting('transaction_isolation')") == isolation
+        joining = stack.enter_context(psycopg.connect(url))
+        joining.execute("SELECT jayrun.join_lease(%s, %s, %s, 1)", (doomed.id, lease.id, lease.epoch))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        ending = pool.submit(hand.written, lambda pg: reclaim.end_holder(pg, doomed.id, reason="declared"))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+        until(lambda: sql.execute(waits, (joining.info.backend_pid,)).fetchone() == (1,))
+        joining.commit()
+        ending.result(PATIENCE)
+        assert audit.violations(book) == []
+        state = "SELECT state FROM jayrun.holders WHERE id = %s"
+        assert sql.execute(state, (doomed.id,)).fetchone() == ("alive",)
+        hand.written(lambda pg: reclaim.end_holder(pg, doomed.id, reason="declared"))
+        assert sql.execute(state, (doomed.id,)).fetchone() == ("ended",)
+        leases.release(hand, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
+        again = Scene(hand, here.host_id, holders.register(hand, here.host_id, role="runtime"))
+        again.granted(cuda(24))
     assert audit.violations(book) == []
 
 
