@@ -9,8 +9,8 @@ covers the admission too, and a crash before it loses both together.
 is for lists: one REPEATABLE READ, READ ONLY picture.
 
 Each kind of failure has one budget, and nothing above this file replays again: a serialization failure or deadlock is
-replayed at once, the whole unit with fresh reads; a lost connection is replayed on a new one until `patience_seconds`
-are over. A unit must therefore be safe to run again after its commit was done but not heard of.
+replayed at once, the whole unit with fresh reads; a lost connection, and a statement that a limit of the database cut
+off, are replayed on a new connection, after a pause, until `patience_seconds` are over. A unit must therefore be safe to run again after its commit was done but not heard of.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from jayrun import probes
 from jayrun.errors import BookBusy
 from jayrun.store.engine import (
     Connections,
+    busy,
     connect_engine,
     denied,
     disentangled,
+    is_cut_off,
     is_denied,
     is_lost,
     is_refused,
@@ -44,7 +46,7 @@ from jayrun.store.texts import rendered
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 30.0
-"""How long a transaction is replayed over lost connections before the caller is told (seconds of this process)."""
+"""How long a transaction is replayed over lost connections and limits of the database before the caller is told (seconds of this process)."""
 REPLAYS = 100
 """How often a refused transaction is replayed; few are ever refused, and those once."""
 
@@ -127,7 +129,8 @@ class Book:
     def gated(self, unit: Callable[[Gate], T]) -> T:
         """Run `unit` behind the gate; it must end with `commit` or `leave`. Returns what it returns, once durable.
 
-        Raises `BookUnreachable` when the database stayed away, `BookBusy` when the replays were used up.
+        Raises `BookUnreachable` when the database stayed away, `BookBusy` when the replays were used up or the
+        database's limits cut it off all the time.
         """
 
         def attempt() -> T:
@@ -205,11 +208,12 @@ class Book:
                     continue
                 if is_denied(error):
                     raise denied(self.url, error) from error
-                if not is_lost(error):
+                is_away = is_lost(error)
+                if not is_away and not is_cut_off(error):
                     raise
                 now = time.monotonic()
                 give_up_at = give_up_at or now + self.patience_seconds
                 if now + pause_seconds > give_up_at:
-                    raise unreachable(self.url, error) from error
+                    raise (unreachable if is_away else busy)(self.url, error) from error
                 time.sleep(pause_seconds)
                 pause_seconds = min(pause_seconds * 2, 2.0)
