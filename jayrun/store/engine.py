@@ -209,7 +209,9 @@ class Connections:
             raise
         connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
         checked_out.detach()
-        connection.isolation_level = IsolationLevel.READ_COMMITTED  # each BEGIN says so; a pooler keeps no setting of ours
+        connection.isolation_level = (
+            IsolationLevel.READ_COMMITTED
+        )  # each BEGIN says so; a pooler keeps no setting of ours
         return connection
 
     @contextmanager

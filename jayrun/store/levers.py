@@ -61,9 +61,9 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     """Declare a host gone: its holders, their leases and executions end and its devices are removed; returns how many
     holders there were.
 
-    What workers ran there is ready again. The host comes back by itself when it is seen again; its devices must then be
-    declared again. Raises `StillAlive` while it shows life, unless `force`, and `DeviceInUse` when its devices are
-    leased anew as often as their leases are ended.
+    What workers ran there is ready again; what was submitted for that very host waits for its return. The host comes
+    back by itself when it is seen again; its devices must then be declared again. Raises `StillAlive` while it shows
+    life, unless `force`, and `DeviceInUse` when its devices are leased anew as often as their leases are ended.
     """
 
     def look(pg: PgConnection[Any]) -> tuple[Any, list[Any], list[Verdict]]:
@@ -97,7 +97,6 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
             _end(book, holder_id, reason="declared")
             ended.add(holder_id)
         if book.gated(lambda gate: _remove_devices(gate, host_id)):
-            admission.combine(book, host_id)
             return len(ended)
     raise DeviceInUse(
         f"devices of host {name} are leased again as often as their leases end: end what still runs there, then forget "
@@ -127,11 +126,7 @@ def end_holder(book: Book, holder_id: UUID, *, force: bool = False) -> bool:
             f"{who} cannot be seen from here and was heard of {format_seconds(silent_seconds)} ago; it can be ended "
             f"once it has been silent for {format_seconds(ttl_seconds)}. Before that, {_RISK}"
         )
-    if (
-        not force
-        and verdict is Verdict.DEAD
-        and not book.written(lambda pg: heirs.join_and_spare(pg, [holder_id]))
-    ):
+    if not force and verdict is Verdict.DEAD and not book.written(lambda pg: heirs.join_and_spare(pg, [holder_id])):
         raise StillAlive(
             f"{who} is dead, but the `jayrun run` that started it is alive and is about to end it: end that one, if it "
             f"hangs. Before that, {_RISK}"

@@ -10,7 +10,8 @@ is for lists: one REPEATABLE READ, READ ONLY picture.
 
 Each kind of failure has one budget, and nothing above this file replays again: a serialization failure or deadlock is
 replayed at once, the whole unit with fresh reads; a lost connection, and a statement that a limit of the database cut
-off, are replayed on a new connection, after a pause, until `patience_seconds` are over. A unit must therefore be safe to run again after its commit was done but not heard of.
+off, are replayed on a new connection, after a pause, until `patience_seconds` are over. A unit must therefore be safe
+to run again after its commit was done but not heard of.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from jayrun.store.texts import rendered
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 30.0
-"""How long a transaction is replayed over lost connections and limits of the database before the caller is told (seconds of this process)."""
+"""How long a transaction is replayed over lost connections, and over statements that the database cut off, before the
+caller is told (seconds of this process)."""
 REPLAYS = 100
 """How often a refused transaction is replayed; few are ever refused, and those once."""
 

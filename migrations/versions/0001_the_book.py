@@ -666,7 +666,9 @@ BEGIN
           AND (w.priority > r.priority OR (w.priority = r.priority AND w.age < r.age))
           AND w.bypassed < (SELECT bypass_limit FROM jayrun.settings);
     END LOOP;
-    IF d ? 'impossible' THEN
+    -- A host that was forgotten has no devices until it is back: what waits for it waits on.
+    IF d ? 'impossible'
+       AND NOT EXISTS (SELECT FROM jayrun.hosts WHERE id = (d -> 'host_id')::bigint AND forgotten_at IS NOT NULL) THEN
         PERFORM jayrun.fail_waiting(x.id, jsonb_build_object('type', 'PlacementImpossible', 'message', x.message))
         FROM jsonb_to_recordset(d -> 'impossible') AS x (id uuid, message text);
     END IF;

@@ -27,7 +27,7 @@ from jayrun.store import admission, audit, claims, devices, everywhere, holders,
 from jayrun.store.admission import Ended, Granted, Parked, Unavailable
 from jayrun.store.explain import explain, forecast
 from jayrun.store.ids import new_id
-from jayrun.store.submissions import submission, submit
+from jayrun.store.submissions import cancel, submission, submit
 from jayrun.store.transactions import Book
 
 Sql = psycopg.Connection[tuple[Any, ...]]
@@ -274,6 +274,11 @@ def test_the_devices_of_a_silent_host_are_offline_and_its_leases_stay(book: Book
 
 def _wait_for_any_host(here: Scene, execution_id: UUID, request: Request) -> None:
     """A worker of this host has taken it, and parked it: it waits for any host."""
+    _park(here, execution_id, request, pinned_host_id=None)
+
+
+def _park(here: Scene, execution_id: UUID, request: Request, *, pinned_host_id: int | None) -> None:
+    """A worker of the host has taken it, and parked it."""
     worker = holders.register(here.book, here.host_id, role="worker")
     claims.accept(here.book, worker.id, ["Test"])
     taken = claims.take(here.book, worker.id).taken
@@ -288,6 +293,7 @@ def _wait_for_any_host(here: Scene, execution_id: UUID, request: Request) -> Non
         unit_id=execution_id,
         detached=True,
         operator="Test",
+        pinned_host_id=pinned_host_id,
     )
     member = admission.Member(execution=execution, invocation=1, recorded=(request,), booked=0)
     assert isinstance(admission.reserve(here.book, admission.Ask(asker=member, position=0)), Parked)
@@ -351,6 +357,26 @@ def test_a_silent_host_is_forgotten_with_all_that_it_has(book: Book, sql: Sql, f
     again.granted(cuda(24))
 
 
+def test_what_was_submitted_for_a_forgotten_host_waits_for_it(book: Book, sql: Sql, far: Scene) -> None:
+    waiting = submit(book, submission("Test", {}, host_id=far.host_id))
+    _park(far, waiting, cuda(20), pinned_host_id=far.host_id)
+    cancelled = submit(book, submission("Test", {}, host_id=far.host_id, priority=1))
+    _park(far, cancelled, cuda(20), pinned_host_id=far.host_id)
+    ready = submit(book, submission("Test", {}, host_id=far.host_id))
+    levers.forget_host(book, far.host_id, force=True)
+    cancel(book, cancelled, who="me")  # and whoever may have what was kept for it is looked for
+    states = dict(sql.execute("SELECT id, state FROM jayrun.executions WHERE detached").fetchall())
+    assert states == {waiting: "waiting", cancelled: "cancelled", ready: "ready"}
+    # It is back.
+    sql.execute("UPDATE jayrun.hosts SET boot_id = %s WHERE identity = 'far'", (kernel.boot_id(),))
+    reclaim.sweep(book, far.host_id)
+    devices.declare(book, far.host_id, gpus(1))
+    worker = holders.register(book, far.host_id, role="worker")
+    claims.accept(book, worker.id, ["Test"])
+    assert admission.combine(book, far.host_id) == 1
+    assert sql.execute("SELECT state FROM jayrun.executions WHERE id = %s", (waiting,)).fetchone() == ("admitted",)
+
+
 def test_a_host_that_shows_life_is_not_forgotten(book: Book, sql: Sql, far: Scene) -> None:
     sql.execute("UPDATE jayrun.hosts SET seen_at = clock_timestamp() WHERE identity = 'far'")
     with pytest.raises(StillAlive, match=r"far-away was heard of 0 s ago.* 30 s.*two programs in one GPU's memory"):
@@ -405,9 +431,7 @@ def test_forgetting_ends_though_a_device_stays_in_use(book: Book, sql: Sql, far:
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
-def test_the_end_of_a_holder_sees_the_lease_that_it_waited_for(
-    book: Book, sql: Sql, url: str, isolation: str
-) -> None:
+def test_the_end_of_a_holder_sees_the_lease_that_it_waited_for(book: Book, sql: Sql, url: str, isolation: str) -> None:
     """Whatever isolation the database gives to those who ask for none."""
     sql.execute(f"ALTER DATABASE {sql.info.dbname} SET default_transaction_isolation = '{isolation}'")
     with ExitStack() as stack:
