@@ -200,7 +200,10 @@ def lives_through(
     del house.future
     until(lambda: live(sql) == kept)
     assert sql.execute("SELECT sum(crashes) FROM jayrun.executions").fetchone() == (0,)
-    ended = "SELECT kind, count(*) FROM jayrun.lease_events WHERE lease_id = ANY (%s) AND kind <> 'granted' GROUP BY 1"
+    ended = (
+        "SELECT kind, count(*) FROM jayrun.lease_events WHERE lease_id = ANY (%s)"
+        " AND kind IN ('released', 'reclaimed', 'returned') GROUP BY 1"
+    )
     kinds = dict(sql.execute(ended, (list(before),)).fetchall())
     # Any process of the host may see that the command has ended, and be the first to tell.
     assert sum(kinds.values()) == 3
