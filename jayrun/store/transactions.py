@@ -51,6 +51,8 @@ PATIENCE_SECONDS = 30.0
 caller is told (seconds of this process)."""
 REPLAYS = 100
 """How often a refused transaction is replayed; few are ever refused, and those once."""
+CUT_OFFS = 3
+"""So many cut-off statements are borne even by who has no patience for lost connections."""
 
 # A client that stops inside the gate would stop everyone; the server ends its transaction after this.
 _OPEN = """
@@ -196,7 +198,7 @@ class Book:
         return self.written(unit)
 
     def _replayed(self, attempt: Callable[[], T]) -> T:
-        refusals = 0
+        refusals = cut_offs = 0
         pause_seconds = 0.05
         give_up_at: float | None = None
         while True:
@@ -215,7 +217,8 @@ class Book:
                     raise
                 now = time.monotonic()
                 give_up_at = give_up_at or now + self.patience_seconds
-                if now + pause_seconds > give_up_at:
+                cut_offs += not is_away
+                if now + pause_seconds > give_up_at and (is_away or cut_offs >= CUT_OFFS):
                     raise (unreachable if is_away else busy)(self.url, error) from error
                 time.sleep(pause_seconds)
                 pause_seconds = min(pause_seconds * 2, 2.0)

@@ -233,7 +233,8 @@ def test_an_admission_that_the_database_cuts_off_is_replayed(book: Book, sql: Sq
         if limit != "pg_cancel_backend":
             sql.execute(f"ALTER DATABASE {sql.info.dbname} SET {limit} = '200ms'")
             stack.callback(sql.execute, f"ALTER DATABASE {sql.info.dbname} RESET {limit}")
-        hand = Book(url, role="hand")  # all of its connections have the limit
+        patience_seconds = 0 if limit == "pg_cancel_backend" else PATIENCE  # one is borne by who has none
+        hand = Book(url, role="hand", patience_seconds=patience_seconds)  # all of its connections have the limit
         stack.callback(hand.close)
         slow = stack.enter_context(psycopg.connect(url))
         slow.execute("SET statement_timeout = 0")
