@@ -100,7 +100,8 @@ class BookDenied(BookError):
 
 
 class BookBusy(BookError):
-    """A transaction was refused again and again (serialization, deadlock) until its retry budget was used up."""
+    """A transaction was refused again and again (serialization, deadlock) until its retry budget was used up, or its
+    statements were cut off all the time, by `lock_timeout` or `statement_timeout`; the message names the limit."""
 
 
 class SchemaMismatch(BookError):

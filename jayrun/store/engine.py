@@ -14,10 +14,11 @@ from typing import Any
 
 import psycopg
 from psycopg import Connection as PgConnection
+from psycopg import IsolationLevel
 from sqlalchemy import Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from jayrun.errors import BookDenied, BookUnreachable
+from jayrun.errors import BookBusy, BookDenied, BookUnreachable
 from jayrun.frames import clear_frames
 
 _CONNECT = {
@@ -113,6 +114,14 @@ def denied(url: str, error: BaseException) -> BookDenied:
     )
 
 
+def busy(url: str, error: BaseException) -> BookBusy:
+    return BookBusy(
+        f"the book at {address(url)} cut a statement off again and again, last with: {_reason(error)}\n"
+        "try again; if the server's lock_timeout or statement_timeout did it, raise that for this user: "
+        "ALTER ROLE ... SET ..."
+    )
+
+
 def is_denied(error: BaseException) -> bool:
     """Whether the database refused for want of rights."""
     cause = error.orig if isinstance(error, DBAPIError) else error
@@ -135,11 +144,18 @@ def is_lost(error: BaseException) -> bool:
     if not isinstance(cause, psycopg.Error):
         return False
     # A refused statement carries an SQLSTATE; 08 is connection trouble, 57P a server that goes away, 53300 too many
-    # clients, 25006 a standby, 25P03 our own idle-in-transaction guard.
+    # clients, 25006 a standby, 25P03 our own idle-in-transaction guard, 25P04 the server's limit on whole transactions.
     state = cause.sqlstate
     if state is None:
         return isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError)
-    return state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03")
+    return state[:2] == "08" or state[:3] == "57P" or state in ("53300", "25006", "25P03", "25P04")
+
+
+def is_cut_off(error: BaseException) -> bool:
+    """Whether a statement was ended by a limit of the database (`lock_timeout`, `statement_timeout`) or by somebody's
+    `pg_cancel_backend`: nothing of its transaction was done, and it may go through later."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return isinstance(cause, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable)
 
 
 @contextmanager
@@ -193,6 +209,9 @@ class Connections:
             raise
         connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
         checked_out.detach()
+        connection.isolation_level = (
+            IsolationLevel.READ_COMMITTED
+        )  # each BEGIN says so; a pooler keeps no setting of ours
         return connection
 
     @contextmanager

@@ -6,6 +6,7 @@ Both leave a line in the log that says who did it. Nothing else ends what may be
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 from uuid import UUID
 
@@ -14,8 +15,8 @@ from psycopg import Connection as PgConnection
 from jayrun import kernel
 from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.units import format_seconds
-from jayrun.errors import StillAlive, UnknownId
-from jayrun.store import admission, reclaim
+from jayrun.errors import DeviceInUse, StillAlive, UnknownId
+from jayrun.store import admission, heirs, reclaim
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
@@ -48,6 +49,8 @@ UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'offline' WHER
 """
 _FORGET = "UPDATE jayrun.hosts SET forgotten_at = clock_timestamp() WHERE id = %s"
 
+_ROUNDS = 20
+_PAUSE_SECONDS = 0.1
 _RISK = (
     "what still runs goes on using its GPUs until it notices (LeaseLost), beside whoever is given them next: two "
     "programs in one GPU's memory. --force does it all the same"
@@ -58,15 +61,22 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     """Declare a host gone: its holders, their leases and executions end and its devices are removed; returns how many
     holders there were.
 
-    What workers ran there is ready again. The host comes back by itself when it is seen again; its devices must then be
-    declared again. Raises `StillAlive` while it shows life, unless `force`.
+    What workers ran there is ready again; what was submitted for that very host waits for its return. The host comes
+    back by itself when it is seen again; its devices must then be declared again. Raises `StillAlive` while it shows
+    life, unless `force`, and `DeviceInUse` when its devices are leased anew as often as their leases are ended.
     """
 
-    def look(pg: PgConnection[Any]) -> tuple[Any, list[Any]]:
-        return pg.execute(_HOST, (host_id,)).fetchone(), pg.execute(_ALIVE, (host_id,)).fetchall()
+    def look(pg: PgConnection[Any]) -> tuple[Any, list[Any], list[Verdict]]:
+        holders = pg.execute(_ALIVE, (host_id,)).fetchall()
+        verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
+        dead = [row[0] for row, verdict in zip(holders, verdicts, strict=True) if verdict is Verdict.DEAD]
+        if dead and not force:  # what they left running is alive too
+            heirs.join_and_spare(pg, dead)
+            holders = pg.execute(_ALIVE, (host_id,)).fetchall()
+            verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
+        return pg.execute(_HOST, (host_id,)).fetchone(), holders, verdicts
 
-    (name, identity, silent_seconds, ttl_seconds), holders = book.written(look)
-    verdicts = kernel.verdicts([Incarnation(*row[1:]) for row in holders])
+    (name, identity, silent_seconds, ttl_seconds), holders, verdicts = book.written(look)
     living = [str(row[3]) for row, verdict in zip(holders, verdicts, strict=True) if verdict is Verdict.ALIVE]
     if not force and living:
         who = f"pid {living[0]} is" if len(living) == 1 else f"pids {', '.join(living)} are"
@@ -79,21 +89,27 @@ def forget_host(book: Book, host_id: int, *, force: bool = False) -> int:
     forced = ", by force" if force else ""
     _declare(book, None, f"declared host {name} ({identity}) gone{forced}")
     ended: set[UUID] = set()
-    while True:  # what still runs there may introduce itself again
+    for attempt in range(_ROUNDS):  # what still runs there may introduce itself again
+        if attempt:
+            time.sleep(_PAUSE_SECONDS)
         for holder_id, *_ in book.written(lambda pg: pg.execute(_ALIVE, (host_id,)).fetchall()):
             _declare(book, holder_id, f"declared it gone with host {name}{forced}")
             _end(book, holder_id, reason="declared")
             ended.add(holder_id)
         if book.gated(lambda gate: _remove_devices(gate, host_id)):
-            admission.combine(book, host_id)
             return len(ended)
+    raise DeviceInUse(
+        f"devices of host {name} are leased again as often as their leases end: end what still runs there, then forget "
+        "it. `jayrun leases list` shows who holds them"
+    )
 
 
 def end_holder(book: Book, holder_id: UUID, *, force: bool = False) -> bool:
     """Declare a holder gone: its leases and executions end. Returns whether it was alive until then.
 
-    Raises `StillAlive`, unless `force`, for one that the kernel says is alive, and for one that nobody here sees while
-    it has not been silent for the book's `holder_ttl_seconds`. Raises `UnknownId`.
+    Raises `StillAlive`, unless `force`, for one that the kernel says is alive, for a dead command whose wrapper lives
+    (that one ends it), and for one that nobody here sees while it has not been silent for the book's
+    `holder_ttl_seconds`. Raises `UnknownId`. What a dead command left running joins its lease first, unless `force`.
     """
     row = book.written(lambda pg: pg.execute(_HOLDER, (holder_id,)).fetchone())
     if row is None:
@@ -109,6 +125,11 @@ def end_holder(book: Book, holder_id: UUID, *, force: bool = False) -> bool:
         raise StillAlive(
             f"{who} cannot be seen from here and was heard of {format_seconds(silent_seconds)} ago; it can be ended "
             f"once it has been silent for {format_seconds(ttl_seconds)}. Before that, {_RISK}"
+        )
+    if not force and verdict is Verdict.DEAD and not book.written(lambda pg: heirs.join_and_spare(pg, [holder_id])):
+        raise StillAlive(
+            f"{who} is dead, but the `jayrun run` that started it is alive and is about to end it: end that one, if it "
+            f"hangs. Before that, {_RISK}"
         )
     forced = ", by force" if force else ""
     _declare(book, holder_id, f"declared {who} gone, which the kernel calls {verdict}{forced}")

@@ -9,8 +9,9 @@ covers the admission too, and a crash before it loses both together.
 is for lists: one REPEATABLE READ, READ ONLY picture.
 
 Each kind of failure has one budget, and nothing above this file replays again: a serialization failure or deadlock is
-replayed at once, the whole unit with fresh reads; a lost connection is replayed on a new one until `patience_seconds`
-are over. A unit must therefore be safe to run again after its commit was done but not heard of.
+replayed at once, the whole unit with fresh reads; a lost connection, and a statement that a limit of the database cut
+off, are replayed on a new connection, after a pause, until `patience_seconds` are over. A unit must therefore be safe
+to run again after its commit was done but not heard of.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from jayrun import probes
 from jayrun.errors import BookBusy
 from jayrun.store.engine import (
     Connections,
+    busy,
     connect_engine,
     denied,
     disentangled,
+    is_cut_off,
     is_denied,
     is_lost,
     is_refused,
@@ -44,9 +47,12 @@ from jayrun.store.texts import rendered
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 30.0
-"""How long a transaction is replayed over lost connections before the caller is told (seconds of this process)."""
+"""How long a transaction is replayed over lost connections, and over statements that the database cut off, before the
+caller is told (seconds of this process)."""
 REPLAYS = 100
 """How often a refused transaction is replayed; few are ever refused, and those once."""
+CUT_OFFS = 3
+"""So many cut-off statements are borne even by who has no patience for lost connections."""
 
 # A client that stops inside the gate would stop everyone; the server ends its transaction after this.
 _OPEN = """
@@ -127,7 +133,8 @@ class Book:
     def gated(self, unit: Callable[[Gate], T]) -> T:
         """Run `unit` behind the gate; it must end with `commit` or `leave`. Returns what it returns, once durable.
 
-        Raises `BookUnreachable` when the database stayed away, `BookBusy` when the replays were used up.
+        Raises `BookUnreachable` when the database stayed away, `BookBusy` when the replays were used up or the
+        database's limits cut it off all the time.
         """
 
         def attempt() -> T:
@@ -142,7 +149,11 @@ class Book:
         return self._replayed(attempt)
 
     def written(self, unit: Callable[[PgConnection[Any]], T]) -> T:
-        """Run `unit` on a connection in autocommit: each statement is a READ COMMITTED transaction of its own."""
+        """Run `unit` on a connection in autocommit: each statement is a READ COMMITTED transaction of its own.
+
+        Where the database's default is stricter, a statement that met another writer is refused, and the unit replayed;
+        `pg.transaction()` is READ COMMITTED there too.
+        """
 
         def attempt() -> T:
             with self._connections.one() as pg:
@@ -187,7 +198,7 @@ class Book:
         return self.written(unit)
 
     def _replayed(self, attempt: Callable[[], T]) -> T:
-        refusals = 0
+        refusals = cut_offs = 0
         pause_seconds = 0.05
         give_up_at: float | None = None
         while True:
@@ -201,11 +212,13 @@ class Book:
                     continue
                 if is_denied(error):
                     raise denied(self.url, error) from error
-                if not is_lost(error):
+                is_away = is_lost(error)
+                if not is_away and not is_cut_off(error):
                     raise
                 now = time.monotonic()
                 give_up_at = give_up_at or now + self.patience_seconds
-                if now + pause_seconds > give_up_at:
-                    raise unreachable(self.url, error) from error
+                cut_offs += not is_away
+                if now + pause_seconds > give_up_at and (is_away or cut_offs >= CUT_OFFS):
+                    raise (unreachable if is_away else busy)(self.url, error) from error
                 time.sleep(pause_seconds)
                 pause_seconds = min(pause_seconds * 2, 2.0)

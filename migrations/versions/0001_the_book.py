@@ -467,7 +467,13 @@ CREATE FUNCTION jayrun.holder_ends() RETURNS trigger LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 BEGIN
     -- Stronger than the update's own lock: it waits for whoever is just now giving this holder a lease, and makes those
-    -- who saw it alive, and have not written yet, start anew.
+    -- who saw it alive, and have not written yet, start anew. What was given while it waited is seen only by a statement
+    -- with a snapshot of its own.
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
+            MESSAGE = format('jayrun.holders: holder %s ends in a transaction of READ COMMITTED only', NEW.id),
+            HINT = 'Begin the transaction with BEGIN ISOLATION LEVEL READ COMMITTED.';
+    END IF;
     PERFORM FROM jayrun.holders WHERE id = NEW.id FOR UPDATE;
     IF EXISTS (SELECT FROM jayrun.lease_holders WHERE holder_id = NEW.id AND ended_at IS NULL) THEN
         RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', CONSTRAINT = TG_NAME,
@@ -660,7 +666,9 @@ BEGIN
           AND (w.priority > r.priority OR (w.priority = r.priority AND w.age < r.age))
           AND w.bypassed < (SELECT bypass_limit FROM jayrun.settings);
     END LOOP;
-    IF d ? 'impossible' THEN
+    -- A host that was forgotten has no devices until it is back: what waits for it waits on.
+    IF d ? 'impossible'
+       AND NOT EXISTS (SELECT FROM jayrun.hosts WHERE id = (d -> 'host_id')::bigint AND forgotten_at IS NOT NULL) THEN
         PERFORM jayrun.fail_waiting(x.id, jsonb_build_object('type', 'PlacementImpossible', 'message', x.message))
         FROM jsonb_to_recordset(d -> 'impossible') AS x (id uuid, message text);
     END IF;

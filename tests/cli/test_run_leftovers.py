@@ -31,6 +31,7 @@ from run_helpers import (
 
 from jayrun import probes
 from jayrun.embedded import Throwaway
+from jayrun.errors import StillAlive
 from jayrun.runtime import reconciler
 from jayrun.store import audit, levers, reclaim
 from jayrun.store.transactions import Book
@@ -300,6 +301,43 @@ def test_a_command_whose_wrapper_lives_is_left_to_it(url: str, book: Book, host_
         assert "command.ended" in read_error(wrapper)
         assert reconciler.run_pass(book, host_id).reclaimed == 0
         assert [row["state"] for row in audit.executions(book)] == ["running"]
+        wrapper.send_signal(signal.SIGCONT)
+        assert ended(wrapper)[0] == 3
+        assert [row["failure"]["type"] for row in audit.executions(book)] == ["ExitCode"]
+    nothing_left(book, host_id)
+
+
+def test_who_is_declared_gone_leaves_its_lease_to_its_heirs(
+    url: str, book: Book, host_id: int, sql: psycopg.Connection
+) -> None:
+    """Before any pass looked: an administrator's word ends the dead as a pass does."""
+    with orphaned(url, book) as (left, lease):
+        dead = [row[0] for row in sql.execute("SELECT id FROM jayrun.holders WHERE state = 'alive'")]
+        assert [levers.end_holder(book, each) for each in dead] == [True] * len(dead)
+        assert holders_of(book, lease) == [left]
+        with pytest.raises(StillAlive, match=rf"pid {left} .*is alive, says the kernel"):
+            levers.end_holder(book, audit.holders(book)[0]["id"])
+        os.kill(left, signal.SIGKILL)
+        until(lambda: reclaimed(book, host_id))
+    nothing_left(book, host_id)
+
+
+def test_a_host_is_not_forgotten_while_a_dead_command_has_heirs(
+    url: str, book: Book, host_id: int, sql: psycopg.Connection
+) -> None:
+    with orphaned(url, book) as (left, lease):
+        sql.execute("UPDATE jayrun.hosts SET seen_at = clock_timestamp() - interval '1 hour'")
+        with pytest.raises(StillAlive, match=rf"{left}.* alive, says the kernel"):
+            levers.forget_host(book, host_id)
+        assert left in holders_of(book, lease)
+
+
+def test_a_dead_command_is_not_declared_gone_while_its_wrapper_lives(url: str, book: Book, host_id: int) -> None:
+    with started(url, "--", "sh", "-c", "exit 3", probes="command.ended=stop") as wrapper:
+        assert "command.ended" in read_error(wrapper)
+        [command] = [row["id"] for row in audit.holders(book) if row["pid"] != wrapper.pid]
+        with pytest.raises(StillAlive, match="the `jayrun run` that started it is alive"):
+            levers.end_holder(book, command)
         wrapper.send_signal(signal.SIGCONT)
         assert ended(wrapper)[0] == 3
         assert [row["failure"]["type"] for row in audit.executions(book)] == ["ExitCode"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from jayrun import kernel, probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.domain.why import Later, Never, Now
-from jayrun.errors import StillAlive, UnknownId
+from jayrun.errors import DeviceInUse, StillAlive, UnknownId
 from jayrun.store import admission, audit, claims, devices, everywhere, holders, leases, levers, reclaim
 from jayrun.store.admission import Ended, Granted, Parked, Unavailable
 from jayrun.store.explain import explain, forecast
 from jayrun.store.ids import new_id
-from jayrun.store.submissions import submission, submit
+from jayrun.store.submissions import cancel, submission, submit
 from jayrun.store.transactions import Book
 
 Sql = psycopg.Connection[tuple[Any, ...]]
@@ -273,6 +274,11 @@ def test_the_devices_of_a_silent_host_are_offline_and_its_leases_stay(book: Book
 
 def _wait_for_any_host(here: Scene, execution_id: UUID, request: Request) -> None:
     """A worker of this host has taken it, and parked it: it waits for any host."""
+    _park(here, execution_id, request, pinned_host_id=None)
+
+
+def _park(here: Scene, execution_id: UUID, request: Request, *, pinned_host_id: int | None) -> None:
+    """A worker of the host has taken it, and parked it."""
     worker = holders.register(here.book, here.host_id, role="worker")
     claims.accept(here.book, worker.id, ["Test"])
     taken = claims.take(here.book, worker.id).taken
@@ -287,6 +293,7 @@ def _wait_for_any_host(here: Scene, execution_id: UUID, request: Request) -> Non
         unit_id=execution_id,
         detached=True,
         operator="Test",
+        pinned_host_id=pinned_host_id,
     )
     member = admission.Member(execution=execution, invocation=1, recorded=(request,), booked=0)
     assert isinstance(admission.reserve(here.book, admission.Ask(asker=member, position=0)), Parked)
@@ -350,6 +357,26 @@ def test_a_silent_host_is_forgotten_with_all_that_it_has(book: Book, sql: Sql, f
     again.granted(cuda(24))
 
 
+def test_what_was_submitted_for_a_forgotten_host_waits_for_it(book: Book, sql: Sql, far: Scene) -> None:
+    waiting = submit(book, submission("Test", {}, host_id=far.host_id))
+    _park(far, waiting, cuda(20), pinned_host_id=far.host_id)
+    cancelled = submit(book, submission("Test", {}, host_id=far.host_id, priority=1))
+    _park(far, cancelled, cuda(20), pinned_host_id=far.host_id)
+    ready = submit(book, submission("Test", {}, host_id=far.host_id))
+    levers.forget_host(book, far.host_id, force=True)
+    cancel(book, cancelled, who="me")  # and whoever may have what was kept for it is looked for
+    states = dict(sql.execute("SELECT id, state FROM jayrun.executions WHERE detached").fetchall())
+    assert states == {waiting: "waiting", cancelled: "cancelled", ready: "ready"}
+    # It is back.
+    sql.execute("UPDATE jayrun.hosts SET boot_id = %s WHERE identity = 'far'", (kernel.boot_id(),))
+    reclaim.sweep(book, far.host_id)
+    devices.declare(book, far.host_id, gpus(1))
+    worker = holders.register(book, far.host_id, role="worker")
+    claims.accept(book, worker.id, ["Test"])
+    assert admission.combine(book, far.host_id) == 1
+    assert sql.execute("SELECT state FROM jayrun.executions WHERE id = %s", (waiting,)).fetchone() == ("admitted",)
+
+
 def test_a_host_that_shows_life_is_not_forgotten(book: Book, sql: Sql, far: Scene) -> None:
     sql.execute("UPDATE jayrun.hosts SET seen_at = clock_timestamp() WHERE identity = 'far'")
     with pytest.raises(StillAlive, match=r"far-away was heard of 0 s ago.* 30 s.*two programs in one GPU's memory"):
@@ -390,6 +417,47 @@ def test_forgetting_ends_also_what_is_granted_meanwhile(book: Book, sql: Sql, ur
     other.close()
     assert again
     assert (live(sql), audit.capacity(book)) == (0, [])
+    assert audit.violations(book) == []
+
+
+def test_forgetting_ends_though_a_device_stays_in_use(book: Book, sql: Sql, far: Scene) -> None:
+    """A lease that nobody can end stands for processes that take what is freed as fast as it is ended."""
+    sql.execute("ALTER TABLE jayrun.holders DISABLE TRIGGER holders_end_without_leases")
+    sql.execute("UPDATE jayrun.holders SET state = 'ended', ended_at = clock_timestamp(), end_reason = 'left'")
+    sql.execute("ALTER TABLE jayrun.holders ENABLE TRIGGER holders_end_without_leases")
+    with pytest.raises(DeviceInUse, match="end what still runs there"):
+        levers.forget_host(book, far.host_id)
+    assert shown(book, "far-away")["state"] == "silent"
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_the_end_of_a_holder_sees_the_lease_that_it_waited_for(book: Book, sql: Sql, url: str, isolation: str) -> None:
+    """Whatever isolation the database gives to those who ask for none."""
+    sql.execute(f"ALTER DATABASE {sql.info.dbname} SET default_transaction_isolation = '{isolation}'")
+    with ExitStack() as stack:
+        stack.callback(sql.execute, f"ALTER DATABASE {sql.info.dbname} RESET default_transaction_isolation")
+        here = scene(book, gpus(1))
+        lease = here.granted(cuda(24))
+        doomed = holders.register(book, here.host_id, role="runtime")
+        hand = Book(url, role="hand")  # all of its connections have the new default
+        stack.callback(hand.close)
+        assert hand.value("SELECT current_setting('transaction_isolation')") == isolation
+        joining = stack.enter_context(psycopg.connect(url))
+        joining.execute("SELECT jayrun.join_lease(%s, %s, %s, 1)", (doomed.id, lease.id, lease.epoch))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        ending = pool.submit(hand.written, lambda pg: reclaim.end_holder(pg, doomed.id, reason="declared"))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+        until(lambda: sql.execute(waits, (joining.info.backend_pid,)).fetchone() == (1,))
+        joining.commit()
+        ending.result(PATIENCE)
+        assert audit.violations(book) == []
+        state = "SELECT state FROM jayrun.holders WHERE id = %s"
+        assert sql.execute(state, (doomed.id,)).fetchone() == ("alive",)
+        hand.written(lambda pg: reclaim.end_holder(pg, doomed.id, reason="declared"))
+        assert sql.execute(state, (doomed.id,)).fetchone() == ("ended",)
+        leases.release(hand, here.host_id, here.holder.id, [(lease.id, lease.epoch)])
+        again = Scene(hand, here.host_id, holders.register(hand, here.host_id, role="runtime"))
+        again.granted(cuda(24))
     assert audit.violations(book) == []
 
 

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 from uuid import UUID
 
@@ -17,9 +18,9 @@ from processes import PATIENCE, until
 
 from jayrun import kernel, probes
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.errors import BookUnreachable
+from jayrun.errors import BookBusy, BookUnreachable
 from jayrun.runtime.ticket import Ticket
-from jayrun.store import admission, claims, devices, holders, leases, reclaim, submissions
+from jayrun.store import admission, audit, claims, devices, holders, leases, reclaim, submissions
 from jayrun.store.admission import Ask, Execution, Granted, Member, Parked
 from jayrun.store.claims import Done, Taken
 from jayrun.store.engine import MAX_CONNECTIONS
@@ -222,6 +223,57 @@ def test_a_park_that_loses_its_connection_still_looks_for_a_release(book: Book, 
     assert cut
     assert outcome == Parked()
     assert state(sql, waiting) == "admitted"
+
+
+@pytest.mark.parametrize("limit", ["lock_timeout", "statement_timeout", "pg_cancel_backend"])
+def test_an_admission_that_the_database_cuts_off_is_replayed(book: Book, sql: Sql, url: str, limit: str) -> None:
+    here = scene(book, gpus(1))
+    waiting = "SELECT pid FROM pg_locks WHERE relation = 'jayrun.gate'::regclass AND NOT granted"
+    with ExitStack() as stack:
+        if limit != "pg_cancel_backend":
+            sql.execute(f"ALTER DATABASE {sql.info.dbname} SET {limit} = '200ms'")
+            stack.callback(sql.execute, f"ALTER DATABASE {sql.info.dbname} RESET {limit}")
+        patience_seconds = 0 if limit == "pg_cancel_backend" else PATIENCE  # one is borne by who has none
+        hand = Book(url, role="hand", patience_seconds=patience_seconds)  # all of its connections have the limit
+        stack.callback(hand.close)
+        slow = stack.enter_context(psycopg.connect(url))
+        slow.execute("SET statement_timeout = 0")
+        slow.execute("LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE")
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        asking = pool.submit(Scene(hand, here.host_id, here.holder).granted, cuda(24))
+        seen: set[int] = set()  # each attempt on a connection of its own
+
+        def attempts() -> int:
+            seen.update(row[0] for row in sql.execute(waiting))
+            return len(seen)
+
+        until(lambda: attempts() >= 1)
+        if limit == "pg_cancel_backend":
+            sql.execute("SELECT pg_cancel_backend(%s)", tuple(seen))
+        until(lambda: attempts() >= 2 or asking.done())
+        slow.rollback()
+        lease = asking.result(PATIENCE)
+    assert [row["id"] for row in audit.leases(book)] == [lease.id]
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [("lock_timeout", "due to lock timeout"), ("statement_timeout", "due to statement timeout")]
+)
+def test_an_admission_that_is_cut_off_all_the_time_says_by_what(
+    book: Book, sql: Sql, url: str, limit: str, said: str
+) -> None:
+    here = scene(book, gpus(1))
+    with ExitStack() as stack:
+        sql.execute(f"ALTER DATABASE {sql.info.dbname} SET {limit} = '100ms'")
+        stack.callback(sql.execute, f"ALTER DATABASE {sql.info.dbname} RESET {limit}")
+        hand = Book(url, role="hand", patience_seconds=1)
+        stack.callback(hand.close)
+        slow = stack.enter_context(psycopg.connect(url))
+        slow.execute("SET statement_timeout = 0")
+        slow.execute("LOCK TABLE jayrun.gate IN SHARE UPDATE EXCLUSIVE MODE")
+        with pytest.raises(BookBusy, match=rf"(?s){said}.*lock_timeout or statement_timeout"):
+            Scene(hand, here.host_id, here.holder).granted(cuda(24))
+    assert audit.leases(book) == []
 
 
 def test_a_sweep_and_an_admission_that_passes_the_dead_do_not_wait_in_a_circle(

@@ -349,6 +349,18 @@ def test_no_holder_ends_while_it_joins(hand: Sql, other: Sql) -> None:
         meet(hand, lambda sql: join(sql, 1, 2), other, lambda sql: end_holder(sql, 2))
 
 
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_no_holder_ends_by_an_old_picture(hand: Sql, other: Sql, isolation: str) -> None:
+    """It would wait for the lease that is just being given, and then not see it."""
+
+    def end(sql: Sql) -> None:
+        sql.execute(f"BEGIN ISOLATION LEVEL {isolation}")
+        end_holder(sql, 2)
+
+    with refused("holders_end_without_leases"):
+        meet(hand, lambda sql: join(sql, 1, 2), other, end)
+
+
 def test_no_holder_joins_while_it_ends(hand: Sql, other: Sql) -> None:
     with refused("holders_joined"):
         meet(hand, lambda sql: end_holder(sql, 2), other, lambda sql: join(sql, 1, 2))
