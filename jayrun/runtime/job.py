@@ -316,7 +316,8 @@ class Job:
                 raise PlacementImpossible(reason)
             case Ended("lost"):
                 raise LeaseLost(
-                    f"this process was declared dead in the book, and with it {work.execution.name}; run it again"
+                    f"this process was declared dead in the book, or another machine has taken its host's place there "
+                    f"(the log says so), and with it {work.execution.name}; run it again"
                 )
             case Ended(state):
                 raise PlacementCancelled(f"{work.execution.name} is {state} in the book: somebody ended it")
