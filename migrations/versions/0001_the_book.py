@@ -839,7 +839,9 @@ BEGIN
             PERFORM jayrun.tell(ARRAY[done ->> 'id']);
         END IF;
     END IF;
-    SELECT * INTO me FROM jayrun.holders WHERE id = the_worker AND state = 'alive';
+    -- Of another boot than its host, it runs on a machine whose place another has taken.
+    SELECT * INTO me FROM jayrun.holders o WHERE o.id = the_worker AND o.state = 'alive'
+        AND o.boot_id = (SELECT h.boot_id FROM jayrun.hosts h WHERE h.id = o.host_id);
     is_alive := FOUND;
     IF NOT is_alive OR me.operators = '{}' THEN
         RETURN;

@@ -172,12 +172,18 @@ def test_a_machine_judges_nobody_of_its_clone(sql: Sql, start: Start) -> None:
 def test_who_has_lost_its_place_to_a_clone_is_admitted_nothing(book: Book, sql: Sql) -> None:
     """It took the other's silence for a restart; what this one is granted would be granted by the other as well."""
     here = scene(book, gpus(1))
-    submitted = submit(book, submission("Test", {}))
+    ask = _taken(here, submit(book, submission("Test", {})), cuda(4))
+    idle = holders.register(book, here.host_id, role="worker")
+    claims.accept(book, idle.id, ["Test"])
+    submit(book, submission("Test", {}))
     sql.execute("UPDATE jayrun.hosts SET boot_id = 'boot-2'")
     assert here.reserve(cuda(4), wait=False)[1] == Ended("lost")
-    assert _ask_as_worker(here, submitted, cuda(4)) == Ended("lost")
+    assert admission.reserve(book, ask) == Ended("lost")
+    refused = claims.take(book, idle.id)
+    assert (refused.is_alive, refused.taken) == (False, None)
     sql.execute("UPDATE jayrun.hosts SET boot_id = %s", (kernel.boot_id(),))
     assert isinstance(here.reserve(cuda(4), wait=False)[1], Granted)
+    assert claims.take(book, idle.id).taken is not None
 
 
 # --- who speaks ------------------------------------------------------------------------------------------------------
@@ -296,10 +302,11 @@ def test_the_devices_of_a_silent_host_are_offline_and_its_leases_stay(book: Book
 
 def _wait_for_any_host(here: Scene, execution_id: UUID, request: Request) -> None:
     """A worker of this host has taken it, and parked it: it waits for any host."""
-    assert _ask_as_worker(here, execution_id, request) == Parked()
+    assert admission.reserve(here.book, _taken(here, execution_id, request)) == Parked()
 
 
-def _ask_as_worker(here: Scene, execution_id: UUID, request: Request) -> admission.Outcome:
+def _taken(here: Scene, execution_id: UUID, request: Request) -> admission.Ask:
+    """A worker of this host has taken it, and is to ask for that."""
     worker = holders.register(here.book, here.host_id, role="worker")
     claims.accept(here.book, worker.id, ["Test"])
     taken = claims.take(here.book, worker.id).taken
@@ -316,7 +323,7 @@ def _ask_as_worker(here: Scene, execution_id: UUID, request: Request) -> admissi
         operator="Test",
     )
     member = admission.Member(execution=execution, invocation=1, recorded=(request,), booked=0)
-    return admission.reserve(here.book, admission.Ask(asker=member, position=0))
+    return admission.Ask(asker=member, position=0)
 
 
 def live(sql: Sql) -> int:
