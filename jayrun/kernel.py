@@ -26,6 +26,8 @@ from jayrun.domain.liveness import (
 
 _PROC = Path("/proc")
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's PROC_PID_INIT_INO
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_WRAPPED_TICKS = 2**64 * _TICKS_PER_SECOND // 10**9  # what the kernel shows of a start before the clock's zero
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -79,13 +81,30 @@ def _proc_is_ours() -> bool:
         return False
 
 
+@cache
+def _boottime_offset_ticks() -> int | None:
+    """By how much the time namespace of this process shifts the start times that it reads. None: nobody can say."""
+    try:
+        # The file is about the namespace of its children, which for most is their own.
+        if os.stat("/proc/self/ns/time").st_ino != os.stat("/proc/self/ns/time_for_children").st_ino:
+            return None
+        seconds, nanoseconds = map(int, _field("self/timens_offsets", "boottime"))
+    except FileNotFoundError:  # a kernel without time namespaces
+        return 0
+    except (OSError, ValueError):
+        return None
+    return (seconds * 10**9 + nanoseconds) * _TICKS_PER_SECOND // 10**9
+
+
 # A child may be the first in a namespace of its own.
 os.register_at_fork(after_in_child=pid_namespace.cache_clear)
 os.register_at_fork(after_in_child=_proc_is_ours.cache_clear)
+os.register_at_fork(after_in_child=_boottime_offset_ticks.cache_clear)
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process of this pid namespace started, in clock ticks since boot. None when it cannot be read."""
+    """When a process of this pid namespace started, in clock ticks since boot, whatever time namespace this process is
+    in. None when it cannot be read."""
     return _look_at(pid)[0]
 
 
@@ -97,10 +116,15 @@ def is_absent(pid: int) -> bool:
 def incarnation(pid: int | None = None) -> Incarnation:
     """The identity of a living process of this pid namespace (default: this one), as the book records it.
 
-    Raises ProcessLookupError when the process is gone.
+    Raises ProcessLookupError when the process is gone, or when its start cannot be read.
     """
     pid = os.getpid() if pid is None else pid
     if (ticks := start_ticks(pid)) is None:
+        if _boottime_offset_ticks() is None:
+            raise ProcessLookupError(
+                "nobody can say by how much the clock of this process's time namespace is shifted: it has changed that "
+                "of its children, so use jayrun in a child (unshare --time --fork)"
+            )
         raise ProcessLookupError(f"no process {pid}")
     return Incarnation(boot_id=boot_id(), pid_namespace=pid_namespace(), pid=pid, start_ticks=ticks)
 
@@ -145,7 +169,7 @@ def _look_at(pid: int) -> tuple[int | None, bool]:
     it is absent."""
     place = str(pid) if _proc_is_ours() else _place_in_proc(pid)
     if place is not None and (fields := _stat(place)) is not None:
-        return int(fields[19]), _is_over(place, fields)
+        return _started(fields), _is_over(place, fields)
     try:  # gone, or not ours to see
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -197,7 +221,7 @@ def _inhabitants(*places: str) -> tuple[list[Inhabitant], bool]:
         except OSError:
             namespace = None
         fields = _stat(place)
-        ticks = None if fields is None else int(fields[19])
+        ticks = None if fields is None else _started(fields)
         absent = fields is not None and _is_over(place, fields)
         found.append(Inhabitant(int(place), int(numbers[-1]), namespace, ticks, absent))
     return found, hidden
@@ -238,6 +262,14 @@ def _stat(place: str) -> list[bytes] | None:
     finally:
         os.close(descriptor)
     return stat[stat.rindex(b")") + 2 :].split()
+
+
+def _started(fields: list[bytes]) -> int | None:
+    """The start in clock ticks since boot, of which /proc shows what the reader's time namespace makes of it."""
+    if (offset := _boottime_offset_ticks()) is None:
+        return None
+    ticks = int(fields[19])
+    return (ticks - _WRAPPED_TICKS if ticks > _WRAPPED_TICKS // 2 else ticks) - offset
 
 
 def _field(path: str, name: str) -> list[str]:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import UUID
 
+import psycopg
+from processes import until
+
 from jayrun import Runtime
 from jayrun.domain.devices import Backend, Device, RuntimeDevice
 from jayrun.domain.requests import Request
@@ -30,6 +33,14 @@ DELETE FROM jayrun.settings;
 INSERT INTO jayrun.settings DEFAULT VALUES;
 SET session_replication_role = origin;
 """
+
+
+def let_silence_count(sql: psycopg.Connection) -> None:
+    """As if the book had been in reach of everyone for an hour: who is silent is so by itself."""
+    sql.execute("UPDATE jayrun.settings SET holder_ttl_seconds = 1.5, tick_seconds = 0.5")
+    sql.execute("UPDATE jayrun.hosts SET watched_since = clock_timestamp() - interval '1 hour'")
+    up = "SELECT clock_timestamp() - pg_postmaster_start_time() > interval '1.5 s'"
+    until(lambda: sql.execute(up).fetchone() == (True,))
 
 
 def gpus(count: int, memory_gb: float = 24) -> list[RuntimeDevice]:

@@ -325,7 +325,10 @@ class Job:
             case Impossible(reason):
                 raise PlacementImpossible(reason)
             case Ended("lost"):
-                raise LeaseLost(f"{work.execution.name} cannot ask: {DECLARED_DEAD}; run it again")
+                raise LeaseLost(
+                    f"{work.execution.name} cannot ask: {DECLARED_DEAD}, or another machine has taken its host's place "
+                    "(then the log says so); run it again"
+                )
             case Ended(state):
                 raise PlacementCancelled(f"{work.execution.name} is {state} in the book: somebody ended it")
             case _:

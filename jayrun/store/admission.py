@@ -125,7 +125,8 @@ class Impossible:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The execution was ended by somebody else, in this state, or the lease of this very ask has ended meanwhile, for
-    this reason, or the holder that asks was ended ("lost"); nothing was written."""
+    this reason, or the holder that asks was ended, or another machine has taken its host's place ("lost"); nothing
+    was written."""
 
     state: str
 
@@ -271,7 +272,7 @@ def _known(gate: Gate, picture: Picture, asker: Execution) -> Outcome | None:
             return Ended("cancelled")
         if asker.detached and (state != "running" or holder_id != str(asker.holder_id)):
             return Parked()  # and another worker has gone on with it
-    return None
+    return None if picture.is_alive else Ended("lost")
 
 
 def _decide(gate: Gate, picture: Picture, host_id: int, ask: Waiter | None = None) -> Admission:

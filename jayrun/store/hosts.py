@@ -20,8 +20,9 @@ log = logging.getLogger("jayrun")
 # The host whose boot id is mine is mine, however it is called now; else the one with my machine id. (Where several ids
 # were given to one machine, the one that was not.)
 _FIND = """
-SELECT h.id, h.name, h.identity, h.boot_id, extract(epoch FROM clock_timestamp() - h.seen_at)::float8, h.seen_at::text,
-       s.holder_ttl_seconds, s.tick_seconds
+SELECT h.id, h.name, h.identity, h.boot_id,
+       extract(epoch FROM clock_timestamp() - greatest(h.seen_at, jayrun.in_reach_since(h.id)))::float8,
+       h.seen_at::text, s.holder_ttl_seconds, s.tick_seconds
 FROM jayrun.hosts h, jayrun.settings s
 WHERE CASE WHEN %(explicit)s::text IS NULL THEN h.boot_id = %(boot_id)s OR h.identity = %(machine_id)s
            ELSE h.identity = %(explicit)s END
@@ -52,7 +53,8 @@ SELECT name, identity, boot_id FROM jayrun.hosts WHERE id = %(host_id)s AND boot
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A host as the book has it; `seen_at` only to tell whether it was seen again."""
+    """A host as the book has it; `seen_at` only to tell whether it was seen again. `silent_seconds`: since the book is
+    in reach."""
 
     id: int
     name: str

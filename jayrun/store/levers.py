@@ -21,7 +21,9 @@ from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
 _HOST = """
-SELECT h.name, h.identity, extract(epoch FROM clock_timestamp() - h.seen_at)::float8, s.holder_ttl_seconds
+SELECT h.name, h.identity,
+       extract(epoch FROM clock_timestamp() - greatest(h.seen_at, jayrun.in_reach_since(h.id)))::float8,
+       s.holder_ttl_seconds
 FROM jayrun.hosts h, jayrun.settings s WHERE h.id = %s
 """
 _ALIVE = """
@@ -30,7 +32,8 @@ WHERE host_id = %s AND state = 'alive' ORDER BY id
 """
 _HOLDER = """
 SELECT o.host_id, h.name, o.boot_id, o.pid_namespace, o.pid, o.start_ticks, o.user_name, o.state,
-       extract(epoch FROM clock_timestamp() - o.seen_at)::float8, s.holder_ttl_seconds
+       extract(epoch FROM clock_timestamp() - greatest(o.seen_at, jayrun.in_reach_since(h.id)))::float8,
+       s.holder_ttl_seconds
 FROM jayrun.holders o JOIN jayrun.hosts h ON h.id = o.host_id, jayrun.settings s WHERE o.id = %s
 """
 _STATE = "SELECT state FROM jayrun.holders WHERE id = %s"

@@ -36,7 +36,7 @@ class Picture:
     `units` are the first waiters of every shape; of the shapes in `cut` perhaps not all that an admission may serve,
     and it says how often any of them was bypassed at most. `own_state` and `own_lease` answer for the slot
     that was asked about, `own_unit` for its unit: state, holder, and whether it was cancelled. `is_alive`: the book
-    has the holder that asks as alive.
+    has the holder that asks as alive, and of the boot that its host is of.
     """
 
     devices: list[BookedDevice]

@@ -34,7 +34,9 @@ CREATE TABLE jayrun.settings (
     claim_seconds       double precision NOT NULL DEFAULT 10 CHECK (claim_seconds > 0),
     crash_limit         integer NOT NULL DEFAULT 3 CHECK (crash_limit >= 1),
     cancel_seconds      double precision NOT NULL DEFAULT 10 CHECK (cancel_seconds >= 0),
-    lend_seconds        double precision NOT NULL DEFAULT 60 CHECK (lend_seconds >= 0)
+    lend_seconds        double precision NOT NULL DEFAULT 60 CHECK (lend_seconds >= 0),
+    -- Else who ticks would be silent in between, and nobody would ever be judged by time.
+    CONSTRAINT settings_ttl_of_three_ticks CHECK (holder_ttl_seconds >= 3 * tick_seconds)
 );
 INSERT INTO jayrun.settings DEFAULT VALUES;
 COMMENT ON TABLE jayrun.settings IS 'One row: the settings of the whole book';
@@ -504,6 +506,13 @@ END $f$;
 COMMENT ON FUNCTION jayrun.tell IS
     'Calls holders, executions that are watched, or all workers, each on the channel jayrun:NAME';
 
+CREATE FUNCTION jayrun.in_reach_since(the_host bigint) RETURNS timestamptz LANGUAGE sql STABLE AS $f$
+    SELECT greatest(pg_postmaster_start_time(), min(h.watched_since)) FROM jayrun.hosts h, jayrun.settings s
+    WHERE h.id <> the_host AND h.seen_at > clock_timestamp() - make_interval(secs => s.holder_ttl_seconds / 2)
+$f$;
+COMMENT ON FUNCTION jayrun.in_reach_since IS
+    'Since when the book has been in reach as far as it can tell: since its server started, and the first of the other hosts that are in touch was; silence before that is not the host''s own';
+
 CREATE FUNCTION jayrun.picture(
     the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
     the_holder uuid,
@@ -511,14 +520,21 @@ CREATE FUNCTION jayrun.picture(
     OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json, OUT own_alive boolean)
 LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
+DECLARE
+    is_silent boolean;
+    host_boot_id text;
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
       AND device_id IN (SELECT d.id FROM jayrun.devices d WHERE d.host_id = the_host);
+    -- Nothing is granted on a silent host: nobody would come for it. Who asks there shows that it is not.
+    SELECT h.boot_id, the_holder IS NULL
+        AND h.seen_at < clock_timestamp() - make_interval(secs => (SELECT holder_ttl_seconds FROM jayrun.settings))
+    INTO host_boot_id, is_silent FROM jayrun.hosts h WHERE h.id = the_host;
     SELECT s.bypass_limit, s.grants_per_batch, EXISTS (SELECT FROM jayrun.hosts h WHERE h.id <> the_host),
         (SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
-                                          d.share_count, d.exclusive_count > 0, d.exclusive_only, d.state,
-                                          d.device_uuid) ORDER BY d.kind, d.host_index)
+                                          d.share_count, d.exclusive_count > 0, d.exclusive_only,
+                                          CASE WHEN is_silent THEN 'offline' ELSE d.state END, d.device_uuid) ORDER BY d.kind, d.host_index)
          FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL)
     INTO bypass_limit, grants_per_batch, elsewhere, devices FROM jayrun.settings s;
     -- The first waiters of every shape (a loose index scan finds the shapes), at most so many of each: equal ones are
@@ -563,13 +579,15 @@ BEGIN
                         ORDER BY o.registered_at)
         INTO workers
         FROM jayrun.holders o
-        WHERE o.host_id = the_host AND o.state = 'alive' AND o.operators <> '{}' AND NOT o.silent
+        WHERE o.host_id = the_host AND o.state = 'alive' AND o.operators <> '{}' AND NOT o.silent AND NOT is_silent
           AND NOT EXISTS (SELECT FROM jayrun.executions t WHERE t.holder_id = o.id AND t.detached AND t.id = t.unit_id
                           AND t.state IN ('admitted', 'running'));
     END IF;
     IF the_execution IS NOT NULL THEN
-        -- Whoever ends the holder from here on makes this admission start anew (jayrun.holder_ends).
-        SELECT o.state || '' = 'alive' INTO own_alive FROM jayrun.holders o WHERE o.id = the_holder;
+        -- Whoever ends the holder from here on makes this admission start anew (jayrun.holder_ends). Of another boot
+        -- than its host, it runs on a machine whose place another has taken.
+        SELECT o.state || '' = 'alive' AND o.boot_id = host_boot_id INTO own_alive
+        FROM jayrun.holders o WHERE o.id = the_holder;
         SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
         SELECT json_build_array(e.state, e.holder_id, e.cancelled_at IS NOT NULL) INTO own_unit
         FROM jayrun.executions e WHERE e.id = the_unit;
@@ -829,7 +847,9 @@ BEGIN
             PERFORM jayrun.tell(ARRAY[done ->> 'id']);
         END IF;
     END IF;
-    SELECT * INTO me FROM jayrun.holders WHERE id = the_worker AND state = 'alive';
+    -- Of another boot than its host, it runs on a machine whose place another has taken.
+    SELECT * INTO me FROM jayrun.holders o WHERE o.id = the_worker AND o.state = 'alive'
+        AND o.boot_id = (SELECT h.boot_id FROM jayrun.hosts h WHERE h.id = o.host_id);
     is_alive := FOUND;
     IF NOT is_alive OR me.operators = '{}' THEN
         RETURN;

@@ -160,7 +160,8 @@ def test_another_host_of_the_book(jayrun: Jayrun, another_host: str) -> None:
 def test_a_device_in_use_stays_and_a_change_judges_every_waiter_again(
     jayrun: Jayrun, sql: psycopg.Connection, hold: Callable[..., Holder]
 ) -> None:
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 600")  # nobody but the change admits
+    # Nobody but the change admits.
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 600, holder_ttl_seconds = 36000")
     jayrun("devices", "declare", "--simulate", "1x8GB")
     hold("first", 5).wait_until_held()
     told = jayrun("devices", "remove", "0")

@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from cli_helpers import Holder, Jayrun
+from fleet import let_silence_count
 from processes import command
 
 from jayrun import kernel
@@ -111,6 +112,7 @@ def test_forgetting(jayrun: Jayrun, sql: Sql) -> None:
     assert "two programs in one GPU's memory" in told.err
     assert "--force" in told.err
     silence(sql)
+    let_silence_count(sql)
     told = jayrun("hosts", "forget", "far")
     assert (told.code, told.err) == (0, "")
     assert told.out == "forgot host far: 1 holder(s) ended, its devices are removed\n"
@@ -141,6 +143,7 @@ def test_ending_who_cannot_be_seen(jayrun: Jayrun, sql: Sql) -> None:
     assert told.code == 1
     assert "pid 7 of eve on host far-away cannot be seen from here" in told.err
     silence(sql)
+    let_silence_count(sql)
     assert jayrun("holders", "end", "0000beef").out == "ended holder 00000000beef\n"
     assert jayrun("holders", "end", "aaaaaaaa", "--json").json == {"id": BEEF, "ended": False}
     assert jayrun("holders", "end", BEEF).out == "holder 00000000beef had ended already\n"
@@ -171,6 +174,7 @@ def test_ending_who_is_alive(jayrun: Jayrun, sql: Sql, hold: Hold) -> None:
 def test_no_question_is_asked(sql: Sql, url: str) -> None:
     """Neither of a terminal, nor where there is no standard input at all."""
     silence(sql)
+    let_silence_count(sql)
     with command("hosts", "forget", "far", JAYRUN_DATABASE_URL=url) as process:
         assert process.wait(60) == 0
 

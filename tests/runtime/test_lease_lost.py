@@ -134,7 +134,7 @@ def test_a_retry_policy_may_try_again_as_the_new_holder(make_runtime: MakeRuntim
 def test_before_the_process_has_noticed_a_request_is_refused_too(
     make_runtime: MakeRuntime, book: Book, sql: Sql
 ) -> None:
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600")
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600, holder_ttl_seconds = 36000")
     runtime = Runtime(book.url, devices=gpus(1))
     blocker = taken_by_another(book, runtime, 24)  # so that it would have to wait
     declare_dead(book, runtime)

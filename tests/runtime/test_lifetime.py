@@ -115,7 +115,7 @@ def test_releases_go_to_the_next_waiter_in_the_same_breath(
     make_runtime: MakeRuntime, book: Book, sql: psycopg.Connection
 ) -> None:
     """No tick is needed: with a tick of an hour the hand-over still happens."""
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600")
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600, holder_ttl_seconds = 36000")
     runtime = Runtime(book.url, devices=gpus(1))
     runtime_tick = runtime._service.tick_seconds
     blocker = runtime.run(Take, memory_gb=24)

@@ -51,7 +51,10 @@ def make(sql: psycopg.Connection) -> Iterator[MakeRuntime]:
     made: list[Runtime] = []
 
     def start(url: str, *, tick_seconds: float, **options: Any) -> Runtime:
-        sql.execute("UPDATE jayrun.settings SET tick_seconds = %s", (tick_seconds,))
+        sql.execute(
+            "UPDATE jayrun.settings SET tick_seconds = %s, holder_ttl_seconds = greatest(30, %s)",
+            (tick_seconds, 10 * tick_seconds),
+        )
         made.append(Runtime(url, settings=Settings(host_id="test-host"), **options))
         return made[-1]
 

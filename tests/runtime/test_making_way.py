@@ -234,7 +234,7 @@ def test_a_model_of_one_process_makes_room_for_another(actor: MakeActor, book: B
 def test_no_tick_is_needed_once_the_book_knows_that_it_is_idle(
     actor: MakeActor, book: Book, sql: psycopg.Connection
 ) -> None:
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600")
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600, holder_ttl_seconds = 36000")
     owner, other = actor(), actor()
     owner.use("model", 20)
     until(lambda: sql.execute("SELECT FROM pg_stat_activity WHERE query LIKE 'LISTEN%'").fetchone() is not None)

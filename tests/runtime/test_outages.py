@@ -35,7 +35,8 @@ def own_server(tmp_path: Any) -> Iterator[Throwaway]:
     with start_throwaway(tmp_path / "server", settings=Settings()) as throwaway:
         schema.upgrade(throwaway.url)
         with psycopg.connect(throwaway.url, autocommit=True) as connection:
-            connection.execute("UPDATE jayrun.settings SET tick_seconds = 3600")  # nothing may depend on a tick
+            # Nothing may depend on a tick.
+            connection.execute("UPDATE jayrun.settings SET tick_seconds = 3600, holder_ttl_seconds = 36000")
         yield throwaway
         for ended in list(service._services.values()):
             ended.stop()

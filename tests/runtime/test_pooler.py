@@ -44,7 +44,8 @@ def test_everything_works_and_waits_are_polled(
     pooled: str, sql: psycopg.Connection, book: Book, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sql.execute(QUICK)
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600")  # it is not the tick that helps
+    # It is not the tick that helps.
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600, holder_ttl_seconds = 36000")
     sound = Sound(sql)
     assert schema.upgrade(pooled) == (schema.REVISION, schema.REVISION)
     runtime = Runtime(pooled, devices=gpus(1), settings=Settings(host_id="test-host"))

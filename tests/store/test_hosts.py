@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from agents import Agent, agent, need
-from fleet import Scene, cuda, gpus, scene
+from fleet import Scene, cuda, gpus, let_silence_count, scene
 from history import replay
 from processes import PATIENCE, until
 
@@ -22,6 +23,7 @@ from jayrun import kernel, probes
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.domain.why import Later, Never, Now
+from jayrun.embedded import Throwaway
 from jayrun.errors import DeviceInUse, StillAlive, UnknownId
 from jayrun.store import admission, audit, claims, devices, everywhere, holders, leases, levers, reclaim
 from jayrun.store.admission import Ended, Granted, Parked, Unavailable
@@ -107,6 +109,7 @@ def test_a_restart_long_ago_is_not_waited_for(sql: Sql, start: Start) -> None:
     first = start("boot-1")
     first(ATTEST)
     sql.execute(f"UPDATE jayrun.hosts SET seen_at = {HOUR_AGO}, watched_since = {HOUR_AGO}")
+    let_silence_count(sql)
     second = start("boot-2")
     second(ATTEST)
     assert second.words() == ""
@@ -159,11 +162,29 @@ def test_a_machine_judges_nobody_of_its_clone(sql: Sql, start: Start) -> None:
     one, clone = start("boot-1"), start("boot-2")
     one(ATTEST)
     sql.execute(f"UPDATE jayrun.hosts SET seen_at = {HOUR_AGO}")
+    let_silence_count(sql)
     clone(ATTEST)
     clone(HOLD)
     sql.execute(f"UPDATE jayrun.holders SET seen_at = {HOUR_AGO}")
     sql.execute(f"UPDATE jayrun.hosts SET watched_since = {HOUR_AGO}")
     assert one("reclaim.sweep(book, host_id)") == 0
+
+
+def test_who_has_lost_its_place_to_a_clone_is_admitted_nothing(book: Book, sql: Sql) -> None:
+    """It took the other's silence for a restart; what this one is granted would be granted by the other as well."""
+    here = scene(book, gpus(1))
+    ask = _taken(here, submit(book, submission("Test", {})), cuda(4))
+    idle = holders.register(book, here.host_id, role="worker")
+    claims.accept(book, idle.id, ["Test"])
+    submit(book, submission("Test", {}))
+    sql.execute("UPDATE jayrun.hosts SET boot_id = 'boot-2'")
+    assert here.reserve(cuda(4), wait=False)[1] == Ended("lost")
+    assert admission.reserve(book, ask) == Ended("lost")
+    refused = claims.take(book, idle.id)
+    assert (refused.is_alive, refused.taken) == (False, None)
+    sql.execute("UPDATE jayrun.hosts SET boot_id = %s", (kernel.boot_id(),))
+    assert isinstance(here.reserve(cuda(4), wait=False)[1], Granted)
+    assert claims.take(book, idle.id).taken is not None
 
 
 # --- who speaks ------------------------------------------------------------------------------------------------------
@@ -204,7 +225,7 @@ def test_heartbeats_of_many_write_the_host_a_few_times_in_a_tick(book: Book, sql
 def test_heartbeats_notify_nobody(book: Book, sql: Sql, url: str) -> None:
     """R30; that they stay HOT is in test_refusals."""
     here = scene(book, gpus(1))
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 1e-9, holder_ttl_seconds = 1e-9")
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 1e-9, holder_ttl_seconds = 4e-9")
     with psycopg.connect(url, autocommit=True) as listener:
         for name in (str(here.holder.id), "workers"):
             listener.execute(f'LISTEN "jayrun:{name}"')
@@ -222,6 +243,14 @@ def test_a_beat_tells_that_the_holder_was_ended(book: Book, sql: Sql) -> None:
     assert holders.beat(book, here.holder) is True
     levers.end_holder(book, here.holder.id, force=True)
     assert holders.beat(book, here.holder) is False
+
+
+def test_a_ttl_is_at_least_three_ticks(sql: Sql) -> None:
+    """Else everybody would be silent between two ticks, and nobody ever be judged by time."""
+    for refused in ("tick_seconds = 11", "holder_ttl_seconds = 5"):
+        with pytest.raises(psycopg.errors.CheckViolation, match="settings_ttl_of_three_ticks"):
+            sql.execute(f"UPDATE jayrun.settings SET {refused}")
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 11, holder_ttl_seconds = 33")
 
 
 # --- a silent host ---------------------------------------------------------------------------------------------------
@@ -278,7 +307,12 @@ def _wait_for_any_host(here: Scene, execution_id: UUID, request: Request) -> Non
 
 
 def _park(here: Scene, execution_id: UUID, request: Request, *, pinned_host_id: int | None) -> None:
-    """A worker of the host has taken it, and parked it."""
+    asked = _taken(here, execution_id, request, pinned_host_id=pinned_host_id)
+    assert admission.reserve(here.book, asked) == Parked()
+
+
+def _taken(here: Scene, execution_id: UUID, request: Request, *, pinned_host_id: int | None = None) -> admission.Ask:
+    """A worker of the host has taken it, and is to ask for that."""
     worker = holders.register(here.book, here.host_id, role="worker")
     claims.accept(here.book, worker.id, ["Test"])
     taken = claims.take(here.book, worker.id).taken
@@ -296,12 +330,42 @@ def _park(here: Scene, execution_id: UUID, request: Request, *, pinned_host_id: 
         pinned_host_id=pinned_host_id,
     )
     member = admission.Member(execution=execution, invocation=1, recorded=(request,), booked=0)
-    assert isinstance(admission.reserve(here.book, admission.Ask(asker=member, position=0)), Parked)
+    return admission.Ask(asker=member, position=0)
 
 
 def live(sql: Sql) -> int:
     [(count,)] = sql.execute("SELECT count(*) FROM jayrun.leases WHERE ended_at IS NULL")
     return int(count)
+
+
+@pytest.mark.parametrize("lever", ["end a holder", "declare devices"])
+def test_nothing_is_granted_on_a_silent_host(book: Book, sql: Sql, far: Scene, lever: str) -> None:
+    """What an administrator does there frees capacity, but nobody would come for what is given."""
+    who = replace(kernel.incarnation(), boot_id="its-boot", pid=4)
+    claims.accept(book, holders.register(book, far.host_id, role="worker", incarnation=who).id, ["Test"])
+    here = scene(book, gpus(1, 20))
+    here.granted(cuda(20))
+    free = submit(book, submission("Test", {}))
+    _wait_for_any_host(here, free, cuda(20))
+    if lever == "end a holder":
+        levers.end_holder(book, far.holder.id, force=True)
+    else:
+        devices.declare(book, far.host_id, gpus(2))
+        assert admission.combine(book, far.host_id) == 0
+    place = "SELECT state, host_id FROM jayrun.executions WHERE id = %s"
+    assert sql.execute(place, (free,)).fetchone() == ("waiting", None)
+    sql.execute("UPDATE jayrun.hosts SET seen_at = clock_timestamp() WHERE identity = 'far'")
+    assert admission.combine(book, far.host_id) == 1  # nothing but the silence stood in its way
+    assert sql.execute(place, (free,)).fetchone() == ("admitted", far.host_id)
+
+
+def test_who_asks_shows_that_its_host_is_not_silent(book: Book, sql: Sql) -> None:
+    """A process that was stopped, all of its host with it, and goes on: it is served at its first look."""
+    here = scene(book, gpus(1))
+    sql.execute(f"UPDATE jayrun.hosts SET seen_at = {HOUR_AGO}")
+    before = the_host(sql, "seen_at")
+    assert isinstance(here.reserve(cuda(4), wait=False)[1], Granted)
+    assert the_host(sql, "seen_at") == before, "its host was seen otherwise, so nothing was shown"
 
 
 def test_this_very_host_is_never_silent_to_its_own(book: Book, sql: Sql) -> None:
@@ -328,6 +392,7 @@ def test_a_silent_host_is_forgotten_with_all_that_it_has(book: Book, sql: Sql, f
     assert claims.take(book, worker.id).taken is not None
     pinned = submit(book, submission("Test", {}, host_id=far.host_id))
     silence(sql)
+    let_silence_count(sql)
     assert levers.forget_host(book, far.host_id) == 2
     assert live(sql) == 0
     states = sql.execute("SELECT id, state, crashes FROM jayrun.executions WHERE detached ORDER BY age").fetchall()
@@ -407,7 +472,8 @@ def test_forgetting_ends_also_what_is_granted_meanwhile(book: Book, sql: Sql, ur
 
     def take_again() -> None:
         if not again:
-            me = holders.register(other, far.host_id, role="runtime")
+            who = replace(kernel.incarnation(), boot_id="its-boot")
+            me = holders.register(other, far.host_id, role="runtime", incarnation=who)
             outcome = admission.reserve(other, Scene(other, far.host_id, me).ask(cuda(24)))
             assert isinstance(outcome, Granted)
             again.append(outcome)
@@ -461,6 +527,50 @@ def test_the_end_of_a_holder_sees_the_lease_that_it_waited_for(book: Book, sql: 
     assert audit.violations(book) == []
 
 
+def test_after_an_outage_every_host_has_time_to_speak(sql: Sql, server: Throwaway, start: Start) -> None:
+    """R10: neither is it forgotten, nor does a clone take it for one that has restarted."""
+    sql.execute("UPDATE jayrun.settings SET holder_ttl_seconds = 5, tick_seconds = 0.5")
+    one, clone = start("boot-1"), start("boot-2")
+    one(ATTEST)
+    one(HOLD)
+    [host_id] = the_host(sql, "id")
+    holder_id = UUID(one("str(me.id)"))
+    server.stop()
+    time.sleep(5.5)
+    server.start()
+    after = Book(server.url, role="test", patience_seconds=10)
+    try:
+        with pytest.raises(StillAlive, match="it can be forgotten once it has been silent for 5 s"):
+            levers.forget_host(after, host_id)
+        with pytest.raises(StillAlive, match="it can be ended once it has been silent for 5 s"):
+            levers.end_holder(after, holder_id)
+        clone.tell(ATTEST)
+        until(lambda: "was heard of" in clone.words())
+        assert one("holders.beat(book, me)") is True
+        assert clone.hear().startswith("HostClash: ")
+
+        def forgotten() -> bool:
+            try:
+                return levers.forget_host(after, host_id) == 1
+            except StillAlive:
+                return False
+
+        until(forgotten)
+    finally:
+        after.close()
+
+
+def test_who_was_cut_off_with_all_others_has_time_to_speak(book: Book, sql: Sql, far: Scene) -> None:
+    here = scene(book, gpus(1))
+    let_silence_count(sql)
+    sql.execute(f"UPDATE jayrun.hosts SET seen_at = {HOUR_AGO}")
+    reclaim.sweep(book, here.host_id)  # the first to be heard of again
+    with pytest.raises(StillAlive, match="it can be forgotten once it has been silent"):
+        levers.forget_host(book, far.host_id)
+    let_silence_count(sql)
+    assert levers.forget_host(book, far.host_id) == 1
+
+
 def test_a_dead_holder_is_ended_as_dead(book: Book, sql: Sql) -> None:
     here = scene(book, gpus(1))
     with subprocess.Popen(["sleep", "600"]) as child:
@@ -505,6 +615,7 @@ def test_who_cannot_be_seen_is_ended_once_it_was_silent(book: Book, sql: Sql, fa
         levers.end_holder(book, far.holder.id)
     assert live(sql) == 1
     silence(sql)
+    let_silence_count(sql)
     assert levers.end_holder(book, far.holder.id) is True
     assert live(sql) == 0
     assert "which the kernel calls unseen" in declared(sql)[0][1]

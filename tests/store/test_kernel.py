@@ -64,6 +64,6 @@ def test_a_process_whose_first_thread_ended_is_alive() -> None:
 def test_a_reused_pid_is_another_process_and_another_boot_or_namespace_is_unseen() -> None:
     me = kernel.incarnation()
     assert kernel.verdict(me) is Verdict.ALIVE
-    assert kernel.verdict(replace(me, start_ticks=me.start_ticks - 1)) is Verdict.DEAD
+    assert kernel.verdict(replace(me, start_ticks=me.start_ticks - 2)) is Verdict.DEAD
     assert kernel.verdict(replace(me, boot_id="another")) is Verdict.UNSEEN
     assert kernel.verdict(replace(me, pid_namespace=1)) is Verdict.UNSEEN

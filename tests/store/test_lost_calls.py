@@ -33,7 +33,7 @@ Sql = psycopg.Connection[tuple[Any, ...]]
 
 @pytest.fixture(autouse=True)
 def no_tick(sql: Sql) -> None:
-    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600")
+    sql.execute("UPDATE jayrun.settings SET tick_seconds = 3600, holder_ttl_seconds = 36000")
 
 
 @pytest.fixture

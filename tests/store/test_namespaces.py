@@ -22,7 +22,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from agents import BELOW, Agent, agent, need
-from fleet import Scene, gpus, scene
+from fleet import Scene, cuda, gpus, scene
 from history import replay
 from processes import until
 
@@ -30,6 +30,7 @@ from jayrun import kernel
 from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.embedded import Throwaway
 from jayrun.store import reclaim
+from jayrun.store.admission import Unavailable
 from jayrun.store.transactions import Book
 
 Sql = psycopg.Connection[tuple[Any, ...]]
@@ -291,6 +292,50 @@ def test_a_pass_that_was_stopped_ends_nobody_who_has_been_seen_since(sql: Sql, s
     assert state(sql, holder) == "alive"
 
 
+# --- time namespaces -------------------------------------------------------------------------------------------------
+
+# The kernel shows start times as the clock of the reader's time namespace has them.
+LATER = ("unshare", "--time", "--boottime", "100000", "--fork", "--kill-child")
+# There this process was started before the zero of the clock.
+_BEFORE = f"-{Path('/proc/uptime').read_text().split('.')[0]}"
+EARLIER = ("unshare", "--time", "--boottime", _BEFORE, "--fork", "--kill-child")
+LATER_BELOW = (*LATER, "--pid", "--mount-proc")
+
+
+@pytest.mark.parametrize("before", [LATER, EARLIER, LATER_BELOW], ids=["later", "earlier", "below"])
+def test_a_process_in_another_time_namespace_is_judged_by_its_true_start(
+    here: Scene, book: Book, sql: Sql, start: Start, before: tuple[str, ...]
+) -> None:
+    need(*before)
+    mine = here.holder.id
+    apart = start(*before)
+    read = "open('/proc/self/stat').read().rpartition(')')[2].split()[19]"
+    shown = int(Path(f"/proc/{apart.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    assert int(apart(read)) != shown, "its clock is not shifted, so nothing was shown"
+    holder = holder_of(sql, lambda: apart(HOLD))
+    assert abs(incarnations(sql)[holder].start_ticks - shown) <= 1
+    assert verdict(sql, holder) is Verdict.ALIVE
+    assert apart(SWEEP) == 0
+    assert reclaim.sweep(book, here.host_id) == 0
+    assert here.reserve(cuda(24), wait=False)[1] == Unavailable()
+    assert (state(sql, holder), state(sql, mine), live_leases(sql)) == ("alive", "alive", 1)
+    apart.kill()
+    assert reclaim.sweep(book, here.host_id) == 1
+
+
+def test_who_changed_the_time_namespace_of_its_children_judges_nobody_dead(start: Start) -> None:
+    need(*LATER)
+    one = start()
+    one("child = subprocess.Popen(['sleep', '600']); who = kernel.incarnation(child.pid)")
+    one("kernel._boottime_offset_ticks.cache_clear()")
+    assert one("ctypes.CDLL(None).unshare(0x80)") == 0  # CLONE_NEWTIME
+    one("reused = Incarnation(who.boot_id, who.pid_namespace, who.pid, who.start_ticks + 100)")
+    assert one("[str(each) for each in kernel.verdicts([who, reused])]") == ["alive", "alive"]
+    assert "use jayrun in a child" in one("kernel.incarnation()")
+    one("child.kill(); child.wait()")
+    assert one("str(kernel.verdict(who))") == "dead"
+
+
 # --- what cannot be read ---------------------------------------------------------------------------------------------
 
 AS_NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
@@ -371,7 +416,7 @@ def test_what_is_hidden_is_alive(sql: Sql, start: Start, look: Any) -> None:
         who = kernel.incarnation(child.pid)
         assert ask(who) == "alive"
         # Fault check: it cannot read it, for one that cannot be told from it by its start is alive to it as well.
-        assert ask(Incarnation(who.boot_id, who.pid_namespace, who.pid, who.start_ticks + 1)) == "alive"
+        assert ask(Incarnation(who.boot_id, who.pid_namespace, who.pid, who.start_ticks + 2)) == "alive"
         child.kill()
     assert ask(who) == "dead"
     below = start(*BELOW)
