@@ -110,9 +110,9 @@ ENDED_EXECUTION = "UPDATE jayrun.executions SET state = 'failed', ended_at = '20
 ILLEGAL = {
     # granted once, with rising epochs, told as it is
     "was granted twice": line("granted", "kept"),
-    "came after 1000": """
-        UPDATE jayrun.leases SET epoch = 1000 WHERE id = %(kept)s;
-        UPDATE jayrun.lease_events SET epoch = 1000 WHERE lease_id = %(kept)s""",
+    "came after 1000000000": """
+        UPDATE jayrun.leases SET epoch = 1000000000 WHERE id = %(kept)s;
+        UPDATE jayrun.lease_events SET epoch = 1000000000 WHERE lease_id = %(kept)s""",
     "another execution or epoch": "UPDATE jayrun.lease_events SET epoch = epoch + 1 WHERE lease_id = %(kept)s",
     "which is none": "INSERT INTO jayrun.lease_events (kind, lease_id) VALUES ('released', %(nobody)s)",
     "never granted": "DELETE FROM jayrun.lease_events WHERE lease_id = %(two)s",
