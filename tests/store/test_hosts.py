@@ -423,6 +423,7 @@ def test_a_silent_host_is_forgotten_with_all_that_it_has(book: Book, sql: Sql, f
 
 
 def test_what_was_submitted_for_a_forgotten_host_waits_for_it(book: Book, sql: Sql, far: Scene) -> None:
+    sql.execute("UPDATE jayrun.hosts SET boot_id = %s WHERE identity = 'far'", (kernel.boot_id(),))  # of its workers
     waiting = submit(book, submission("Test", {}, host_id=far.host_id))
     _park(far, waiting, cuda(20), pinned_host_id=far.host_id)
     cancelled = submit(book, submission("Test", {}, host_id=far.host_id, priority=1))
@@ -433,7 +434,6 @@ def test_what_was_submitted_for_a_forgotten_host_waits_for_it(book: Book, sql: S
     states = dict(sql.execute("SELECT id, state FROM jayrun.executions WHERE detached").fetchall())
     assert states == {waiting: "waiting", cancelled: "cancelled", ready: "ready"}
     # It is back.
-    sql.execute("UPDATE jayrun.hosts SET boot_id = %s WHERE identity = 'far'", (kernel.boot_id(),))
     reclaim.sweep(book, far.host_id)
     devices.declare(book, far.host_id, gpus(1))
     worker = holders.register(book, far.host_id, role="worker")
