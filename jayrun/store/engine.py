@@ -195,6 +195,7 @@ class Connections:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._url = str(engine.url)
         self.deaf_until = 0.0  # so long nobody tries to listen through a pooler that was found to pass nothing on
         self._renew()
 
@@ -205,7 +206,7 @@ class Connections:
                 checked_out = self._engine.raw_connection()
         except (psycopg.Error, DBAPIError) as error:
             if _CROWDED.search(str(error)):
-                _crowded_until[str(self._engine.url)] = time.monotonic() + CROWDED_SECONDS
+                _crowded_until[self._url] = time.monotonic() + CROWDED_SECONDS
             raise
         connection: PgConnection[Any] = checked_out.driver_connection  # type: ignore[assignment]
         checked_out.detach()
@@ -242,7 +243,7 @@ class Connections:
     def is_crowded(self) -> bool:
         """Whether the server has refused this process a connection of late, because there were too many: then whoever
         does not use one keeps none, for another thread may be waiting for it."""
-        return time.monotonic() < _crowded_until.get(str(self._engine.url), 0.0)
+        return time.monotonic() < _crowded_until.get(self._url, 0.0)
 
     def close(self) -> None:
         """Close the idle ones."""

@@ -389,12 +389,13 @@ BEGIN
                 ended_at = CASE WHEN holder_count = r.leavers THEN r.ended_at END,
                 end_reason = CASE WHEN holder_count = r.leavers THEN r.end_reason END
             WHERE id = r.lease_id RETURNING holder_count INTO holders;
-            -- The last one's leave is the lease's end, which is told as that.
-            INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, holder_id, epoch)
-            SELECT 'left', l.execution_id, l.id, n.holder_id, l.epoch
-            FROM new_holders n JOIN old_holders o USING (lease_id, holder_id, hold)
-            CROSS JOIN LATERAL (SELECT * FROM jayrun.leases WHERE id = r.lease_id OFFSET 0) l
-            WHERE holders > 0 AND n.lease_id = r.lease_id AND n.ended_at IS NOT NULL AND o.ended_at IS NULL;
+            IF holders > 0 THEN  -- else the lease has ended, which is told as that
+                INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, holder_id, epoch)
+                SELECT 'left', l.execution_id, l.id, n.holder_id, l.epoch
+                FROM new_holders n JOIN old_holders o USING (lease_id, holder_id, hold)
+                CROSS JOIN LATERAL (SELECT * FROM jayrun.leases WHERE id = r.lease_id OFFSET 0) l
+                WHERE n.lease_id = r.lease_id AND n.ended_at IS NOT NULL AND o.ended_at IS NULL;
+            END IF;
         END LOOP;
     END IF;
     RETURN NULL;
@@ -522,21 +523,25 @@ LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 DECLARE
     is_silent boolean;
-    host_boot_id text;
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
       AND device_id IN (SELECT d.id FROM jayrun.devices d WHERE d.host_id = the_host);
-    -- Nothing is granted on a silent host: nobody would come for it. Who asks there shows that it is not.
-    SELECT h.boot_id, the_holder IS NULL
-        AND h.seen_at < clock_timestamp() - make_interval(secs => (SELECT holder_ttl_seconds FROM jayrun.settings))
-    INTO host_boot_id, is_silent FROM jayrun.hosts h WHERE h.id = the_host;
-    SELECT s.bypass_limit, s.grants_per_batch, EXISTS (SELECT FROM jayrun.hosts h WHERE h.id <> the_host),
+    -- Nothing is granted on a silent host: nobody would come for it. Who asks there shows that it is not. Whoever ends
+    -- the asking holder from here on makes this admission start anew (jayrun.holder_ends); of another boot than its
+    -- host, it runs on a machine whose place another has taken.
+    SELECT s.bypass_limit, s.grants_per_batch, EXISTS (SELECT FROM jayrun.hosts x WHERE x.id <> the_host), x.is_silent,
+        (SELECT o.state || '' = 'alive' AND o.boot_id = h.boot_id FROM jayrun.holders o WHERE o.id = the_holder),
         (SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
                                           d.share_count, d.exclusive_count > 0, d.exclusive_only,
-                                          CASE WHEN is_silent THEN 'offline' ELSE d.state END, d.device_uuid) ORDER BY d.kind, d.host_index)
+                                          CASE WHEN x.is_silent THEN 'offline' ELSE d.state END, d.device_uuid)
+                         ORDER BY d.kind, d.host_index)
          FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL)
-    INTO bypass_limit, grants_per_batch, elsewhere, devices FROM jayrun.settings s;
+    INTO bypass_limit, grants_per_batch, elsewhere, is_silent, own_alive, devices
+    FROM jayrun.settings s CROSS JOIN LATERAL (SELECT * FROM jayrun.hosts WHERE id = the_host OFFSET 0) h
+    CROSS JOIN LATERAL (
+        SELECT the_holder IS NULL AND h.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
+               AS is_silent OFFSET 0) x;
     -- The first waiters of every shape (a loose index scan finds the shapes), at most so many of each: equal ones are
     -- equally served or not, and those further behind are reached when those before them have gone.
     IF EXISTS (SELECT FROM jayrun.executions w
@@ -584,10 +589,6 @@ BEGIN
                           AND t.state IN ('admitted', 'running'));
     END IF;
     IF the_execution IS NOT NULL THEN
-        -- Whoever ends the holder from here on makes this admission start anew (jayrun.holder_ends). Of another boot
-        -- than its host, it runs on a machine whose place another has taken.
-        SELECT o.state || '' = 'alive' AND o.boot_id = host_boot_id INTO own_alive
-        FROM jayrun.holders o WHERE o.id = the_holder;
         SELECT e.state INTO own_state FROM jayrun.executions e WHERE e.id = the_execution;
         SELECT json_build_array(e.state, e.holder_id, e.cancelled_at IS NOT NULL) INTO own_unit
         FROM jayrun.executions e WHERE e.id = the_unit;
