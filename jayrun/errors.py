@@ -56,7 +56,8 @@ class ConcurrentRequests(PlacementError):
 
 
 class PlacementUnavailableHere(PlacementError):
-    """`self.placement` was used where no invocation runs: outside `execute()`/`setup()`, or in a forked child."""
+    """`self.placement` was used where no invocation runs: outside `execute()`/`setup()`, or in a forked child; or a
+    placement was unpickled on another host than its lease's."""
 
 
 class LeaseLost(PlacementError):

@@ -157,7 +157,7 @@ class _Wrapped:
     def _wait_for_turn(self, waiting: Callable[[UUID], None]) -> None:
         book, seconds = self._impatient, self._terms.timeout_seconds  # the child may end meanwhile, or the time be over
         give_up_at = None if seconds is None else time.monotonic() + seconds
-        tick_seconds = book.tick_seconds()
+        tick_seconds = self._book.tick_seconds()
         with book.listen(str(self._holder.id)) as listener:
             while not self._child.ended(0):  # by Ctrl-C, or by a signal that was passed on
                 listener.open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from uuid import UUID
 
 from jayrun.embedded import how_to_start, locate
@@ -9,7 +10,6 @@ from jayrun.errors import BookUnreachable, LeaseLost
 from jayrun.runtime.holds import Hold
 from jayrun.runtime.service import Service, own_service, services
 from jayrun.settings import Settings
-from jayrun.store.transactions import PATIENCE_SECONDS
 
 
 def joined(lease_id: UUID, epoch: int) -> Hold:
@@ -24,22 +24,21 @@ def joined(lease_id: UUID, epoch: int) -> Hold:
         hold = service.outbox.holds.get((lease_id, epoch))
         if hold is not None and hold.lost is None:
             return hold
-    failure: LeaseLost | BookUnreachable | None = None
-    for patience_seconds in (0, PATIENCE_SECONDS):  # a book that is away is waited for when all others have been asked
-        away = []
-        for service in asked:
-            try:
-                return service.join(lease_id, epoch, patience_seconds=patience_seconds)
-            except LeaseLost as error:  # or perhaps it is in another book
-                failure = failure if isinstance(failure, BookUnreachable) else error
-            except BookUnreachable as error:
-                failure = error
-                away.append(service)
-        if not away:
-            break
-        asked, failure = away, None
-    assert failure is not None
-    raise failure
+    away: list[Service] = []
+    for service in asked:
+        try:
+            return service.join(lease_id, epoch, patience_seconds=0)
+        except LeaseLost:
+            if service is asked[-1] and not away:
+                raise
+        except BookUnreachable:
+            away.append(service)
+    # It is in a book that is away, or nowhere; those are waited for now that all others have been asked.
+    *others, last = away
+    for service in others:
+        with suppress(LeaseLost):
+            return service.join(lease_id, epoch)
+    return last.join(lease_id, epoch)
 
 
 def _own_service() -> Service:

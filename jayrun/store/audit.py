@@ -16,10 +16,13 @@ from jayrun.store.transactions import Book
 Row = dict[str, Any]
 
 _EVENTS_OF_LEASE = """
-SELECT e.at, e.kind, o.pid, e.detail FROM jayrun.lease_events e LEFT JOIN jayrun.holders o ON o.id = e.holder_id
-WHERE e.lease_id = :id OR (e.kind = 'declared' AND e.holder_id IN (
-    SELECT x.holder_id FROM jayrun.lease_holders x WHERE x.lease_id = :id AND coalesce(x.ended_at, e.at) >= e.at))
-ORDER BY e.id
+SELECT e.at, e.kind, o.pid, e.detail
+FROM (SELECT * FROM jayrun.lease_events WHERE lease_id = :id
+      UNION ALL
+      SELECT * FROM jayrun.lease_events d WHERE d.kind = 'declared' AND EXISTS (
+          SELECT FROM jayrun.lease_holders x
+          WHERE x.lease_id = :id AND x.holder_id = d.holder_id AND coalesce(x.ended_at, d.at) >= d.at)) e
+LEFT JOIN jayrun.holders o ON o.id = e.holder_id ORDER BY e.id
 """
 _LEASE = """
 SELECT l.id, l.epoch, h.name AS host, e.name AS execution, e.kind, e.id AS execution_id, l.position, l.invocation,

@@ -261,3 +261,4 @@ lease_events = Table(
     Column("detail", Text),
 )
 Index("lease_events_lease", lease_events.c.lease_id, postgresql_where=lease_events.c.lease_id.is_not(None))
+Index("lease_events_declared", lease_events.c.holder_id, postgresql_where=lease_events.c.kind == "declared")

@@ -263,6 +263,7 @@ CREATE TABLE jayrun.lease_events (
     detail       text
 );
 CREATE INDEX lease_events_lease ON jayrun.lease_events (lease_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX lease_events_declared ON jayrun.lease_events (holder_id) WHERE kind = 'declared';
 """
 
 # How the functions find their rows. A plan lasts as long as its session, and is older than what the tables have grown

@@ -392,6 +392,10 @@ def test_a_lease_that_was_taken_away_is_told(
         words = ("holders", "end", holder) if lever == "holders" else ("hosts", "forget", host)
         assert jayrun(*words, "--force").code == 0
         assert f"lease {lease['id']} was taken away" in read_error(wrapper)
+        told = jayrun("leases", "show", str(lease["id"])).out
+        assert told.count(f"declared (pid {command}): ") == 1
+        assert "gone" in told
+        assert ", by force" in told
         until(lambda: not audit.leases(book))
         assert lives(command)
         os.kill(command, signal.SIGTERM)

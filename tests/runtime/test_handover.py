@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import pickle
 import subprocess
@@ -26,9 +27,9 @@ from test_waiting import Probe, Take, parked
 
 from jayrun import Data, Operator, Runtime, probes
 from jayrun.embedded import start_throwaway
-from jayrun.errors import LeaseLost, PlacementUnavailableHere
+from jayrun.errors import BookUnreachable, LeaseLost, PlacementUnavailableHere
 from jayrun.placement import PlacementGroup
-from jayrun.runtime import reconciler, service
+from jayrun.runtime import handover, reconciler, service
 from jayrun.settings import Settings, child_environment
 from jayrun.store import audit, schema
 from jayrun.store.transactions import Book
@@ -592,7 +593,7 @@ def test_a_program_that_waits_for_its_children_at_its_end_still_releases(url: st
 
 
 def test_another_book_that_is_away_is_no_obstacle(
-    make_runtime: MakeRuntime, book: Book, sql: Sql, tmp_path: Path
+    make_runtime: MakeRuntime, book: Book, sql: Sql, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lending(sql, NEVER)
     with start_throwaway(tmp_path / "other", settings=Settings()) as other:
@@ -611,5 +612,12 @@ def test_another_book_that_is_away_is_no_obstacle(
                 ours.send("end")
                 del data
             runtime.flush()
+            join = functools.partialmethod(service.Service.join, patience_seconds=0)
+            monkeypatch.setattr(service.Service, "join", join)
+            with pytest.raises(BookUnreachable, match="cannot be reached"):  # it may be in the book that is away
+                handover.joined(UUID(int=1), 1)
+            other.start()
+            with pytest.raises(LeaseLost, match="has ended"):
+                handover.joined(UUID(int=1), 1)
         finally:
             service._services.pop(other.url).stop()
