@@ -77,9 +77,10 @@ class Presence:
     def take_back_lent(self, lend_seconds: float) -> None:
         """Keep no longer for others what nobody has pickled for so long."""
         over = time.monotonic() - lend_seconds
-        for lease, (since, _) in list(self._outbox.lent.items()):
-            if since <= over:
-                self._outbox.lent.pop(lease)
+        lent = self._outbox.lent
+        for lease, entry in list(lent.items()):
+            if entry[0] <= over and (taken := lent.pop(lease, entry)) is not entry:
+                lent.setdefault(lease, taken)  # it was pickled again just now
 
     def _declared_dead(self, held: Sequence[Held]) -> bool:
         lost = self._lose(held, DECLARED_DEAD)

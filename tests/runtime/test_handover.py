@@ -115,6 +115,32 @@ def test_what_was_pickled_is_kept_for_a_while_after_its_last_reference(
         pickle.loads(kept[0])
 
 
+class PickledJustNow(dict[Any, Any]):
+    """What is lent, and pickled once more at the moment at which it is taken back."""
+
+    fresh: Any = None
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        self[key], self.fresh = self.fresh, None
+        return super().pop(key, default)
+
+
+def test_what_is_pickled_while_it_is_taken_back_stays_lent(make_runtime: MakeRuntime, book: Book, sql: Sql) -> None:
+    lending(sql, NEVER)
+    runtime = make_runtime(devices=gpus(1))
+    outbox, presence = runtime._service.outbox, runtime._service.presence
+    text = pickle.dumps(runtime.run(Take, memory_gb=2))
+    [(lease, entry)] = outbox.lent.items()
+    outbox.lent = PickledJustNow({lease: entry})
+    outbox.lent.fresh = fresh = (entry[0] + NEVER, entry[1])
+    presence.take_back_lent(0)
+    assert outbox.lent == {lease: fresh}
+    del entry, fresh
+    runtime.flush()
+    assert holders(book) == 1
+    assert pickle.loads(text).value == "taken"
+
+
 def test_pickling_asks_nobody_and_names_no_book(
     make_runtime: MakeRuntime, book: Book, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
