@@ -42,6 +42,10 @@ settings = Table(
     Column("crash_limit", Integer, nullable=False, server_default="3"),
     Column("cancel_seconds", Double, nullable=False, server_default="10"),
     Column("lend_seconds", Double, nullable=False, server_default="60"),
+    Column("look_seconds", Double, nullable=False, server_default="30"),
+    Column("idle_lease_seconds", Double, nullable=False, server_default="600"),
+    Column("respect_observed", Boolean, nullable=False, server_default=text("false")),
+    Column("quarantine_seconds", Double, nullable=False, server_default="0"),
 )
 
 hosts = Table(
@@ -68,6 +72,14 @@ devices = Table(
     Column("device_uuid", Text),
     Column("name", Text, nullable=False, server_default=""),
     Column("capacity_bytes", BigInteger, nullable=False),
+    Column("declared", Boolean, nullable=False, server_default=text("true")),
+    Column("total_bytes", BigInteger),
+    Column("reserve_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("withheld_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("pci_bus_id", Text),
+    Column("parent_uuid", Text),
+    Column("island", Integer),
+    Column("fault", Text),
     Column("exclusive_only", Boolean, nullable=False, server_default=text("false")),
     Column("state", Text, nullable=False, server_default="online"),
     Column("reserved_bytes", BigInteger, nullable=False, server_default="0"),
@@ -77,6 +89,14 @@ devices = Table(
     Column("removed_at", INSTANT),
     UniqueConstraint("host_id", "kind", "host_index"),
     UniqueConstraint("host_id", "device_uuid"),
+)
+
+device_links = Table(
+    "device_links",
+    metadata,
+    Column("device_id", BigInteger, ForeignKey("jayrun.devices.id"), primary_key=True),
+    Column("other_id", BigInteger, ForeignKey("jayrun.devices.id"), primary_key=True),
+    Column("link", Text, nullable=False),
 )
 
 holders = Table(
@@ -96,6 +116,7 @@ holders = Table(
     Column("operators", ARRAY(Text)),
     Column("silent", Boolean, nullable=False, server_default=text("false")),
     Column("only_waits", Boolean, nullable=False, server_default=text("false")),
+    Column("visible", JSONB),
     Column("state", Text, nullable=False, server_default="alive"),
     Column("registered_at", INSTANT, nullable=False, server_default=NOW),
     Column("seen_at", INSTANT, nullable=False, server_default=NOW),

@@ -35,11 +35,22 @@ CREATE TABLE jayrun.settings (
     crash_limit         integer NOT NULL DEFAULT 3 CHECK (crash_limit >= 1),
     cancel_seconds      double precision NOT NULL DEFAULT 10 CHECK (cancel_seconds >= 0),
     lend_seconds        double precision NOT NULL DEFAULT 60 CHECK (lend_seconds >= 0),
+    look_seconds        double precision NOT NULL DEFAULT 30 CHECK (look_seconds > 0),
+    idle_lease_seconds  double precision NOT NULL DEFAULT 600 CHECK (idle_lease_seconds >= 0),
+    respect_observed    boolean NOT NULL DEFAULT false,
+    quarantine_seconds  double precision NOT NULL DEFAULT 0 CHECK (quarantine_seconds >= 0),
     -- Else who ticks would be silent in between, and nobody would ever be judged by time.
     CONSTRAINT settings_ttl_of_three_ticks CHECK (holder_ttl_seconds >= 3 * tick_seconds)
 );
 INSERT INTO jayrun.settings DEFAULT VALUES;
 COMMENT ON TABLE jayrun.settings IS 'One row: the settings of the whole book';
+COMMENT ON COLUMN jayrun.settings.look_seconds IS 'How often reconcilers look at the hardware itself';
+COMMENT ON COLUMN jayrun.settings.idle_lease_seconds IS
+    'A lease whose holders have used no memory of its devices for so long is told by the audit as idle';
+COMMENT ON COLUMN jayrun.settings.respect_observed IS
+    'Memory that processes without a lease were seen to use is not granted';
+COMMENT ON COLUMN jayrun.settings.quarantine_seconds IS
+    'After an unclean end the share is granted again when the driver shows its memory free, or after so long; 0: at once';
 
 CREATE TABLE jayrun.hosts (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -65,6 +76,14 @@ CREATE TABLE jayrun.devices (
     device_uuid     text,
     name            text NOT NULL DEFAULT '',
     capacity_bytes  bigint NOT NULL CHECK (capacity_bytes > 0),
+    declared        boolean NOT NULL DEFAULT true,
+    total_bytes     bigint CHECK (total_bytes > 0),
+    reserve_bytes   bigint NOT NULL DEFAULT 0 CHECK (reserve_bytes >= 0),
+    withheld_bytes  bigint NOT NULL DEFAULT 0 CHECK (withheld_bytes >= 0),
+    pci_bus_id      text,
+    parent_uuid     text,
+    island          integer,
+    fault           text CHECK (fault <> ''),
     exclusive_only  boolean NOT NULL DEFAULT false,
     state           text NOT NULL DEFAULT 'online' CHECK (state IN ('online', 'draining', 'offline')),
     reserved_bytes  bigint NOT NULL DEFAULT 0 CHECK (reserved_bytes >= 0),
@@ -77,6 +96,26 @@ CREATE TABLE jayrun.devices (
     CONSTRAINT devices_exclusive_alone CHECK (exclusive_count = 0 OR (exclusive_count = 1 AND share_count = 1)),
     CONSTRAINT devices_removed_empty CHECK (removed_at IS NULL OR share_count = 0)
 ) WITH (fillfactor = 25);
+COMMENT ON COLUMN jayrun.devices.declared IS
+    'capacity_bytes is what a person said, which discovery never changes; else it follows what the driver reports';
+COMMENT ON COLUMN jayrun.devices.total_bytes IS 'What the driver reports in all; null: it does not say';
+COMMENT ON COLUMN jayrun.devices.reserve_bytes IS 'So much of what the driver reports is left to others by discovery';
+COMMENT ON COLUMN jayrun.devices.withheld_bytes IS
+    'Not leased and yet not granted: used by processes without a lease (if respected), or in quarantine; whichever is more';
+COMMENT ON COLUMN jayrun.devices.parent_uuid IS 'The GPU that this MIG slice is a part of; null: it is a whole device';
+COMMENT ON COLUMN jayrun.devices.island IS 'Devices of a host with the same number are linked to each other most closely';
+COMMENT ON COLUMN jayrun.devices.fault IS
+    'Why the hardware does not serve it now: it counts as offline until discovery sees it again; null: nothing is known against it';
+
+CREATE TABLE jayrun.device_links (
+    device_id bigint NOT NULL REFERENCES jayrun.devices,
+    other_id  bigint NOT NULL REFERENCES jayrun.devices,
+    link      text NOT NULL CHECK (link IN ('nvlink', 'board', 'switch', 'switches', 'bridge', 'node', 'system')),
+    PRIMARY KEY (device_id, other_id),
+    CHECK (device_id < other_id)
+);
+COMMENT ON TABLE jayrun.device_links IS
+    'How two devices of a host reach each other, closest first: NVLink, one board, one PCIe switch, several, a host bridge, a NUMA node, the whole system';
 
 CREATE TABLE jayrun.holders (
     id             uuid PRIMARY KEY,
@@ -93,6 +132,7 @@ CREATE TABLE jayrun.holders (
     operators      text[] CHECK ((operators IS NOT NULL) <= (role = 'worker')),
     silent         boolean NOT NULL DEFAULT false,
     only_waits     boolean NOT NULL DEFAULT false,
+    visible        jsonb CHECK (jsonb_typeof(visible) = 'object'),
     state          text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'ended')),
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -102,6 +142,8 @@ CREATE TABLE jayrun.holders (
 ) WITH (fillfactor = 60);
 CREATE INDEX holders_alive ON jayrun.holders (host_id) WHERE state = 'alive';
 COMMENT ON COLUMN jayrun.holders.operators IS 'The operators that a worker takes now; none while it starts or drains';
+COMMENT ON COLUMN jayrun.holders.visible IS
+    'By backend, the devices that its mask lets it see, in its own order: a UUID, or the number on the host; null, or a backend that is missing: all';
 COMMENT ON COLUMN jayrun.holders.silent IS
     'A worker that did not claim a grant in time: it gets none until it shows life';
 COMMENT ON COLUMN jayrun.holders.only_waits IS
