@@ -31,7 +31,8 @@ from jayrun.domain.requests import Request
 from jayrun.embedded import Throwaway, start_throwaway
 from jayrun.settings import Settings
 from jayrun.store import devices, holders, schema
-from jayrun.store.admission import Ask, Execution, Granted, Member, reserve
+from jayrun.store.admission import reserve
+from jayrun.store.asks import Ask, Execution, Granted, Member
 from jayrun.store.ids import new_id
 from jayrun.store.leases import release
 from jayrun.store.transactions import Book

@@ -34,7 +34,7 @@ from jayrun.runtime.outage import Outage
 from jayrun.runtime.paused import PausedChild
 from jayrun.runtime.saying import say
 from jayrun.store import admission, executions, holders, leases
-from jayrun.store.admission import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
+from jayrun.store.asks import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
 from jayrun.store.holders import Holder
 from jayrun.store.ids import new_id
 from jayrun.store.leases import Finished, Held, Lease

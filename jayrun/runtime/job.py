@@ -35,7 +35,7 @@ from jayrun.runtime.service import Resolution, Service, Wait
 from jayrun.runtime.signal import PlacementSignal
 from jayrun.runtime.work import Invocation, Work
 from jayrun.store import admission, executions
-from jayrun.store.admission import Ask, Ended, Granted, Impossible, Parked, Unavailable
+from jayrun.store.asks import Ask, Ended, Granted, Impossible, Parked, Unavailable
 from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed, News
 from jayrun.store.leases import Finished, Lease

@@ -11,7 +11,7 @@ from uuid import UUID
 from jayrun.domain.placements import Placement, PlacementGroup, PlacementLocation
 from jayrun.domain.requests import Request
 from jayrun.runtime.holds import Hold, Outbox, Release
-from jayrun.store.admission import Execution, Member
+from jayrun.store.asks import Execution, Member
 from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed
 from jayrun.store.holders import Holder

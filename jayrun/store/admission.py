@@ -13,125 +13,32 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from jayrun import kernel, probes
-from jayrun.domain.devices import Share
 from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.queue import Admission, Waiter, admit
-from jayrun.domain.requests import Request
 from jayrun.domain.sequence import shape_of
 from jayrun.errors import BookError
-from jayrun.store import everywhere, leases, reclaim
+from jayrun.store import at_once, everywhere, leases, reclaim
+from jayrun.store.asks import (
+    Ask,
+    Ended,
+    Execution,
+    Granted,
+    Impossible,
+    Member,
+    Outcome,
+    Parked,
+    Unavailable,
+    introduce,
+)
 from jayrun.store.changes import Changes
-from jayrun.store.leases import Lease, LeasedShare
+from jayrun.store.leases import Lease, leased
 from jayrun.store.picture import Picture, load
-from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
 # Reading and judging a waiter costs more than all else behind the gate, and most passes serve one or two.
 _FEW = 2
 _FOLLOW_UP_SECONDS = 1.0  # the patience for what an ask does for others, once it has its own answer
 _LAST_IN_LINE = 2**62  # the age of an ask whose number is not drawn yet: younger than everyone in the queue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """An execution as its process introduces it to the book with its first request.
-
-    `unit_id` is the execution that it is admitted together with: itself, or the operator run that it sets a resource up
-    for. `host_id` and `holder_id` are keys of the book. `detached`: when it waits it leaves its process, and any worker
-    of `pinned_host_id` (None: of any host) that knows the operator `operator` may go on. `setting_up` tells such a
-    worker which resource the execution sets up.
-    """
-
-    id: UUID
-    kind: str
-    name: str
-    host_id: int
-    holder_id: UUID
-    unit_id: UUID
-    priority: int = 0
-    detached: bool = False
-    operator: str | None = None
-    pinned_host_id: int | None = None
-    setting_up: str | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether any host may go on with it when it waits."""
-        return self.detached and self.pinned_host_id is None
-
-    @property
-    def queue_id(self) -> int:
-        """The queue that it waits in: its host's, or 0 where any host may take it."""
-        return (self.pinned_host_id or 0) if self.detached else self.host_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One execution of a unit, in its invocation of that number, with the sequence it has recorded.
-
-    `booked` is how many requests of it the book has, or None when the book does not have the execution.
-    """
-
-    execution: Execution
-    invocation: int
-    recorded: tuple[Request, ...]
-    booked: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A running invocation asks for the request at `position` of `asker.recorded`.
-
-    `companions` are the other executions of the unit that would wait with it (the operator run that a resource is set
-    up for, with what earlier invocations of it recorded). `age` is its place in the queue when it has one. With `wait`
-    off nothing is written unless it is granted.
-    """
-
-    asker: Member
-    position: int
-    companions: tuple[Member, ...] = ()
-    age: int | None = None
-    wait: bool = True
-
-    @property
-    def unit(self) -> tuple[Member, ...]:
-        """Everyone who would be admitted together, in the order of the sequence: set-ups first, their run last."""
-        members = (self.asker, *self.companions)
-        return tuple(sorted(members, key=lambda member: member.execution.id == member.execution.unit_id))
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """The unit waits in the book and will be admitted with all it has recorded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unavailable:
-    """Not now, and the ask did not want to wait; nothing was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Impossible:
-    """Never with the declared devices; nothing was written."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The execution was ended by somebody else, in this state, or the lease of this very ask has ended meanwhile, for
-    this reason, or the holder that asks was ended, or another machine has taken its host's place ("lost"); nothing
-    was written."""
-
-    state: str
-
-
-Outcome = Granted | Parked | Unavailable | Impossible | Ended
 
 
 def reserve(book: Book, ask: Ask) -> Outcome:
@@ -141,6 +48,9 @@ def reserve(book: Book, ask: Ask) -> Outcome:
     answers that nothing is free, the dead of the host are reclaimed. Raises `BookUnreachable` and `BookBusy`.
     """
     host_id = ask.asker.execution.host_id
+    if (lease := at_once.grant(book, ask)) is not None:
+        probes.reach("reserve.granted")
+        return Granted(lease)
     outcome = _try_reserve(book, ask, judged=False)
     if isinstance(outcome.answer, Unavailable):
         reclaim.sweep(book, host_id)
@@ -211,6 +121,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     def unit(gate: Gate) -> _Tried:
         picture = load(gate, asker.host_id, slot, asker.unit_id, asker.holder_id, of_each=_FEW)
         probes.reach("reserve.loaded")
+        at_once.note(book, asker.host_id, is_crowded=bool(picture.units))
         changes = Changes(asker.host_id)
         if (known := _known(gate, picture, asker)) is not None:
             decided = _decide(gate, picture, asker.host_id)
@@ -241,14 +152,14 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
             if asker.is_free and len(picture.hosts) > 1:
                 changes.tell_workers()
         else:
-            _introduce(changes, ask.asker, upto=ask.position + 1, state="running")
+            introduce(changes, ask.asker, upto=ask.position + 1, state="running")
             lease_id = changes.add_lease(slot, host_id=asker.host_id, holder_id=asker.holder_id, shares=own.plan[0])
         _admit_units(changes, picture, decided, asker.host_id)
         epochs = changes.write(gate, decided)
         more = _is_full(picture, decided)
         if own is None or lease_id is None:
             return _Tried(Parked(), more)
-        lease = Lease(lease_id, epochs[lease_id], *slot[:2], _leased(own.plan[0], picture.uuids))
+        lease = Lease(lease_id, epochs[lease_id], *slot[:2], leased(own.plan[0], picture.uuids))
         return _Tried(Granted(lease), more)
 
     return book.gated(unit)
@@ -339,33 +250,7 @@ def _park(changes: Changes, unit: tuple[Member, ...]) -> None:
     for member in unit:
         if member.booked is not None:
             changes.park(member.execution.id, shape=shape, invocation=member.invocation)
-        _introduce(changes, member, upto=len(member.recorded), state="waiting", shape=shape)
-
-
-def _introduce(changes: Changes, member: Member, *, upto: int, state: str, shape: str | None = None) -> None:
-    """Write what the book does not have yet: the execution, and its recorded requests up to there."""
-    execution = member.execution
-    leaves = execution.detached and state == "waiting"
-    if member.booked is None:
-        changes.add_execution(
-            {
-                "id": str(execution.id),
-                "kind": execution.kind,
-                "detached": execution.detached,
-                "name": plain(execution.name),
-                "unit_id": str(execution.unit_id),
-                "host_id": execution.pinned_host_id if leaves else execution.host_id,
-                "pinned_host_id": execution.pinned_host_id,
-                "holder_id": None if leaves else str(execution.holder_id),
-                "state": state,
-                "priority": execution.priority,
-                "inputs": execution.setting_up,
-                "shape": shape,
-                "invocation": member.invocation,
-            }
-        )
-    for position in range(member.booked or 0, upto):
-        changes.add_request(execution.id, position, member.recorded[position])
+        introduce(changes, member, upto=len(member.recorded), state="waiting", shape=shape)
 
 
 def _admit_units(changes: Changes, picture: Picture, decided: Admission, host_id: int) -> None:
@@ -381,10 +266,3 @@ def _admit_units(changes: Changes, picture: Picture, decided: Admission, host_id
     for unit_id, reason in decided.impossible.items():
         if unit_id in picture.units:
             changes.fail(unit_id, picture.units[unit_id].holder_id, reason)
-
-
-def _leased(shares: tuple[Share, ...], uuids: dict[int, str | None]) -> tuple[LeasedShare, ...]:
-    return tuple(
-        LeasedShare(share.device_id, share.host_index, uuids[share.device_id], share.memory_bytes, share.exclusive)
-        for share in shares
-    )

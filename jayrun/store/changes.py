@@ -67,8 +67,11 @@ class Changes:
         if not self._document:
             gate.commit() if durable else gate.leave()
             return {}
-        document = self._document | {"host_id": self._host_id}
-        return dict(gate.commit(_WRITE, (document,), tell=self._told))
+        return dict(gate.commit(_WRITE, (self.document(),), tell=self._told))
+
+    def document(self) -> dict[str, Any]:
+        """What is to be written, as `jayrun.write_pass` takes it."""
+        return self._document | {"host_id": self._host_id}
 
     def _add(self, part: str, record: Any) -> None:
         self._document.setdefault(part, []).append(record)

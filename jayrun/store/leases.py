@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -13,6 +13,7 @@ from psycopg import ClientCursor
 from psycopg import Connection as PgConnection
 
 from jayrun import probes
+from jayrun.domain.devices import Share
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost, PlacementUnavailableHere
 from jayrun.store.engine import address
@@ -205,6 +206,14 @@ def read_row(row: Sequence[Any]) -> Lease:
     """The lease of one row: id, epoch, execution, position, and its shares; ids as UUID or as JSON has them."""
     key, epoch, execution_id, position, shares = row
     return Lease(_uuid(key), epoch, _uuid(execution_id), position, tuple(LeasedShare(*share) for share in shares))
+
+
+def leased(shares: Iterable[Share], uuids: Mapping[int, str | None]) -> tuple[LeasedShare, ...]:
+    """What was just granted, as the lease has it; `uuids` by the keys of the devices."""
+    return tuple(
+        LeasedShare(share.device_id, share.host_index, uuids[share.device_id], share.memory_bytes, share.exclusive)
+        for share in shares
+    )
 
 
 def _uuid(value: UUID | str) -> UUID:

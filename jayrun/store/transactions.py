@@ -111,6 +111,8 @@ class Book:
         self.patience_seconds = patience_seconds
         self._engine = connect_engine(url, role=role, instance=instance)
         self._connections = Connections(self._engine)
+        self.sights: dict[int, Any] = {}
+        """What `store/at_once.py` saw of hosts, by their keys."""
 
     def with_patience(self, seconds: float) -> Book:
         """The same Book, on the same connections, that replays lost connections for so long."""

@@ -737,6 +737,74 @@ BEGIN
 END $f$;
 COMMENT ON FUNCTION jayrun.write_pass IS 'Behind the gate: writes what one admission decided; returns the new leases';
 
+CREATE FUNCTION jayrun.glance(the_host bigint, OUT devices text, OUT somebody_waits boolean) LANGUAGE plpgsql STABLE
+SET enable_seqscan = off AS $f$
+BEGIN
+    SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes - f.bytes,
+                                     d.share_count - f.shares, d.exclusive_count > f.exclusives, d.exclusive_only,
+                                     d.state, d.device_uuid)
+                    ORDER BY d.kind, d.host_index)
+    INTO devices
+    FROM jayrun.devices d CROSS JOIN LATERAL (
+        SELECT coalesce(sum(s.memory_bytes), 0)::bigint AS bytes, count(*) AS shares,
+               count(*) FILTER (WHERE s.exclusive) AS exclusives
+        FROM jayrun.lease_shares s
+        WHERE s.device_id = d.id AND s.ended_at IS NOT NULL AND s.folded_at IS NULL OFFSET 0) f
+    WHERE d.host_id = the_host AND d.removed_at IS NULL;
+    somebody_waits := EXISTS (SELECT FROM jayrun.executions w
+                              WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id IN (0, the_host));
+END $f$;
+COMMENT ON FUNCTION jayrun.glance IS
+    'Before the gate: the devices of a host with all that has ended folded, as text, and whether anybody waits there';
+
+CREATE FUNCTION jayrun.grant_at_once(
+    the_host bigint, the_holder uuid, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
+    is_new boolean, seen text, d jsonb, OUT lease_epoch bigint)
+LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
+    now text;
+BEGIN
+    UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
+    WHERE ended_at IS NOT NULL AND folded_at IS NULL
+      AND device_id IN (SELECT x.id FROM jayrun.devices x WHERE x.host_id = the_host);
+    -- Whoever asks is alive and asks this for the first time, in an execution that goes on, and stands behind nobody.
+    IF EXISTS (SELECT FROM jayrun.executions w
+               WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id IN (0, the_host))
+       OR NOT EXISTS (SELECT FROM jayrun.holders o WHERE o.id = the_holder AND o.state || '' = 'alive' AND o.boot_id = (
+                          SELECT h.boot_id FROM jayrun.hosts h WHERE h.id = the_host))
+       OR is_new = EXISTS (SELECT FROM jayrun.executions e WHERE e.id = the_execution)
+       OR EXISTS (SELECT FROM jayrun.executions e WHERE e.id IN (the_execution, the_unit)
+                  AND (e.state || '' <> 'running' OR e.cancelled_at IS NOT NULL OR e.holder_id <> the_holder))
+       OR EXISTS (SELECT FROM jayrun.leases l WHERE l.execution_id = the_execution AND l.position = the_position
+                  AND l.invocation = the_invocation) THEN
+        RETURN;
+    END IF;
+    IF seen IS NOT NULL THEN
+        SELECT json_agg(json_build_array(x.id, x.host_index, x.kind, x.backends, x.capacity_bytes, x.reserved_bytes,
+                                         x.share_count, x.exclusive_count > 0, x.exclusive_only, x.state, x.device_uuid)
+                        ORDER BY x.kind, x.host_index)
+        INTO now FROM jayrun.devices x WHERE x.host_id = the_host AND x.removed_at IS NULL;
+        IF now IS DISTINCT FROM seen THEN
+            RETURN;
+        END IF;
+    ELSE
+        FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'shares') AS x (device_id bigint, memory_bytes bigint, exclusive boolean) LOOP
+            IF NOT EXISTS (
+                SELECT FROM jayrun.devices v
+                WHERE v.id = r.device_id AND v.state || '' = 'online' AND v.removed_at IS NULL
+                  AND (v.share_count = 0 OR NOT r.exclusive) AND v.exclusive_count = 0 AND v.exclusive_only <= r.exclusive
+                  AND v.reserved_bytes + r.memory_bytes <= v.capacity_bytes) THEN
+                RETURN;
+            END IF;
+        END LOOP;
+    END IF;
+    SELECT w.lease_epoch INTO lease_epoch FROM jayrun.write_pass(d) w;
+END $f$;
+COMMENT ON FUNCTION jayrun.grant_at_once IS
+    'Behind the gate: grants what was decided before it, if nobody waits and the devices still are what was seen; or, if that is not said, if the shares still fit';
+
 CREATE FUNCTION jayrun.leave(
     the_holder uuid, lease_ids uuid[], lease_epochs bigint[], holds integer[], reason text) RETURNS void LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
@@ -784,7 +852,8 @@ BEGIN
 END $f$;
 COMMENT ON FUNCTION jayrun.finish IS 'Executions that their process ran have ended; what ended already is passed over';
 
-CREATE FUNCTION jayrun.anybody_waits(the_host bigint) RETURNS boolean LANGUAGE plpgsql STABLE AS $f$
+CREATE FUNCTION jayrun.anybody_waits(the_host bigint) RETURNS boolean LANGUAGE plpgsql STABLE
+SET enable_seqscan = off AS $f$
 BEGIN
     RETURN EXISTS (SELECT FROM jayrun.executions
                    WHERE state = 'waiting' AND id = unit_id AND queue_id IN (0, the_host) AND NOT dormant);

@@ -663,7 +663,7 @@ def test_two_threads_at_once_are_refused(make_runtime: MakeRuntime, book: Book) 
             go_on.set()
             thread.join()
 
-    with probes.arm("reserve.loaded", hold), pytest.raises(ConcurrentRequests, match="two threads"):
+    with probes.arm("reserve.seen", hold), pytest.raises(ConcurrentRequests, match="two threads"):
         runtime.run(Probe, body=body)
 
 

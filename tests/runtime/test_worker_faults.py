@@ -118,6 +118,7 @@ WAY_IN = [
     "worker.registered",
     "take.claimed",
     "worker.taken",
+    "reserve.seen",
     "reserve.loaded",
     "reserve.granted",
     "reserve.parked",

@@ -25,7 +25,7 @@ from jayrun.domain.requests import Request
 from jayrun.domain.why import Later, Never, Now
 from jayrun.embedded import Throwaway
 from jayrun.errors import DeviceInUse, StillAlive, UnknownId
-from jayrun.store import admission, audit, claims, devices, everywhere, holders, leases, levers, reclaim
+from jayrun.store import admission, at_once, audit, claims, devices, everywhere, holders, leases, levers, reclaim
 from jayrun.store.admission import Ended, Granted, Parked, Unavailable
 from jayrun.store.explain import explain, forecast
 from jayrun.store.ids import new_id
@@ -642,6 +642,7 @@ def test_who_was_ended_is_admitted_nothing(book: Book, sql: Sql, full: bool) -> 
 def test_who_is_ended_while_it_asks_is_admitted_nothing(book: Book, sql: Sql, url: str, full: bool) -> None:
     """Between the look behind the gate and what is written, at each look."""
     here = scene(book, gpus(1))
+    at_once.note(book, here.host_id, is_crowded=True)
     if full:
         here.granted(cuda(24))
     looks = 0

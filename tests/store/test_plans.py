@@ -9,8 +9,9 @@ import psycopg
 import pytest
 from fleet import Scene, cuda, gpus, scene
 
+from jayrun import probes
 from jayrun.domain.lifecycle import ExecutionState
-from jayrun.store import admission, claims, executions, holders, leases
+from jayrun.store import admission, at_once, claims, executions, holders, leases
 from jayrun.store.claims import Done, Taken
 from jayrun.store.leases import Finished, Lease
 from jayrun.store.submissions import submission, submit
@@ -81,6 +82,38 @@ def test_a_hand_over_reads_few_rows(book: Book, sql: psycopg.Connection, analyse
     rows = read(sql) - before
     assert rows.total() > 10
     assert max(rows.values()) < 100, rows
+
+
+@pytest.mark.parametrize("analysed", ["never", "while small", "when grown"])
+def test_an_ask_that_nobody_stands_before_reads_few_rows(book: Book, sql: psycopg.Connection, analysed: str) -> None:
+    stage = scene(book, gpus(1))
+    if analysed == "while small":
+        sql.execute("VACUUM ANALYZE")
+    reserved = []
+
+    def cycle() -> None:
+        lease = stage.granted(cuda(24))
+        leases.release(book, stage.host_id, stage.holder.id, [(lease.id, lease.epoch)])
+
+    with probes.arm("reserve.loaded", lambda: reserved.append("behind the gate")):
+        for steady in (False, True):  # with a look before the gate, and without
+            for _ in range(10):
+                book.sights[stage.host_id] = at_once.Sight() if not steady else book.sights[stage.host_id]
+                cycle()
+        psycopg.ClientCursor(sql).execute(GROWTH, {"host": stage.host_id, "holder": stage.holder.id})
+        if analysed == "when grown":
+            sql.execute("ANALYZE")
+        for steady in (True, False):
+            if not steady:
+                book.sights[stage.host_id] = at_once.Sight()
+            book.value(FLUSH)
+            before = read(sql)
+            cycle()
+            book.value(FLUSH)
+            rows = read(sql) - before
+            assert rows.total() > 10
+            assert max(rows.values()) < 100, (steady, rows)
+    assert reserved == []
 
 
 READY = f"""
