@@ -114,7 +114,9 @@ def _device(terms: HostTerms, each: DeviceTerms) -> Row:
         "device_id": device.host_index,
         "state": device.state,
         "capacity_bytes": device.capacity_bytes,
+        "withheld_bytes": device.withheld_bytes,
         "free_bytes": max(device.free_bytes, 0),
+        "fault": device.fault,
         "unmet": list(each.unmet),
         "promises": [
             {**_who(promise.who), "memory_bytes": promise.share.memory_bytes, "granted": promise.granted}

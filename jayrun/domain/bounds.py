@@ -11,7 +11,7 @@ from jayrun.domain.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the requests for one kind and backend need at least.
+    """What the requests for one kind and backend, of processes that see the same devices, need at least.
 
     `least_bytes` together; and for each size in `sizes` so many shares of at least so many bytes, as far as the number
     of shares is fixed.
@@ -19,23 +19,24 @@ class Need:
 
     device: Device
     backend: Backend
+    among: frozenset[int] | None
     least_bytes: int
     sizes: tuple[tuple[int, int], ...]
 
 
 def needs_of(requests: Iterable[Request]) -> list[Need]:
-    """The needs of `requests`, one for each kind and backend."""
-    by_use: dict[tuple[Device, Backend], list[Request]] = {}
+    """The needs of `requests`, one for each kind, backend and mask."""
+    by_use: dict[tuple[Device, Backend, frozenset[int] | None], list[Request]] = {}
     for request in requests:
-        by_use.setdefault((request.device, request.backend), []).append(request)
+        by_use.setdefault((request.device, request.backend, request.among), []).append(request)
     needs = []
-    for (kind, backend), asked in by_use.items():
+    for (kind, backend, among), asked in by_use.items():
         fixed = [request for request in asked if request.min_devices == request.max_devices]
         shares = sorted((share for request in fixed for share in request.shares(request.max_devices)), reverse=True)
         # Of equal sizes the last one counts them all.
         at_least = {size: number for number, size in enumerate(shares, start=1) if size}
         least = sum(request.group_bytes + request.min_devices * request.per_device_bytes for request in asked)
-        needs.append(Need(kind, backend, least, tuple(at_least.items())))
+        needs.append(Need(kind, backend, among, least, tuple(at_least.items())))
     return needs
 
 
@@ -57,7 +58,8 @@ def _takes_any(need: Need, device: BookedDevice) -> bool:
         and device.kind is need.device
         and need.backend in device.backends
         and not device.exclusive
-        and not (device.exclusive_only and device.share_count)
+        and not (device.exclusive_only and (device.share_count or device.withheld_bytes))
+        and (need.among is None or device.id in need.among)
     )
 
 

@@ -85,6 +85,10 @@ class BookedDevice:
     `id` is its key in the book, `host_index` its number on its host. `share_count` counts live shares, also those of
     zero bytes; `exclusive` says that one of them is exclusive. `reserved_bytes` may exceed `capacity_bytes` when the
     capacity was lowered while leases lived.
+
+    `withheld_bytes` are used by somebody without a lease, or not known to be free yet: nobody is granted them.
+    `is_slice`: it is a MIG slice, which a process gets alone. Devices of one `island` are linked to each other most
+    closely (None: no link is known). `fault` tells why the hardware does not serve it; such a device is offline.
     """
 
     id: int
@@ -98,24 +102,32 @@ class BookedDevice:
     exclusive: bool = False
     exclusive_only: bool = False
     state: DeviceState = DeviceState.ONLINE
+    withheld_bytes: int = 0
+    is_slice: bool = False
+    island: int | None = None
+    fault: str | None = None
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not reserved; negative when more is reserved than there is."""
-        return self.capacity_bytes - self.reserved_bytes
+        """Bytes neither reserved nor withheld; negative when that is more than there is."""
+        return self.capacity_bytes - self.reserved_bytes - self.withheld_bytes
 
     def emptied(self) -> BookedDevice:
-        """The same device without any lease."""
-        return self._carrying(0, 0, False)
+        """The same device without any lease; what is withheld stays so, for the end of no lease brings it back."""
+        return self._carrying(0, 0, False, self.state, self.withheld_bytes)
 
     def as_declared(self) -> BookedDevice:
-        """The same device without any lease and online, as it could be one day."""
-        return self._carrying(0, 0, False, DeviceState.ONLINE)
+        """The same device without any lease, online and with nothing withheld, as it could be one day."""
+        return self._carrying(0, 0, False, DeviceState.ONLINE, 0)
 
     def with_share(self, share: Share) -> BookedDevice:
         """The same device with `share` booked in addition, whether or not it fits."""
         return self._carrying(
-            self.reserved_bytes + share.memory_bytes, self.share_count + 1, self.exclusive or share.exclusive
+            self.reserved_bytes + share.memory_bytes,
+            self.share_count + 1,
+            self.exclusive or share.exclusive,
+            self.state,
+            self.withheld_bytes,
         )
 
     def without_shares(self, shares: Iterable[Share]) -> BookedDevice:
@@ -125,10 +137,12 @@ class BookedDevice:
             self.reserved_bytes - sum(share.memory_bytes for share in mine),
             self.share_count - len(mine),
             self.exclusive and not any(share.exclusive for share in mine),
+            self.state,
+            self.withheld_bytes,
         )
 
     def _carrying(
-        self, reserved_bytes: int, share_count: int, exclusive: bool, state: DeviceState | None = None
+        self, reserved_bytes: int, share_count: int, exclusive: bool, state: DeviceState, withheld_bytes: int
     ) -> BookedDevice:
         # Written out, for it runs in the innermost loops, where `dataclasses.replace` takes three times as long.
         return BookedDevice(
@@ -142,7 +156,11 @@ class BookedDevice:
             share_count=share_count,
             exclusive=exclusive,
             exclusive_only=self.exclusive_only,
-            state=state or self.state,
+            state=state,
+            withheld_bytes=withheld_bytes,
+            is_slice=self.is_slice,
+            island=self.island,
+            fault=self.fault,
         )
 
 

@@ -27,8 +27,9 @@ def find_target(
     `now` shows the devices of one host with everything booked, also what is kept for others; `kept`, in the same order,
     shows nothing but what is kept for others. None when there is no room beside that.
 
-    Only online devices count. What drains or is offline comes back when a person says so, perhaps never, and until then
-    the waiter cannot start whatever ends: to keep even the online part of such a set would leave it idle for nobody.
+    Only online devices count, and of those not what is withheld. What drains or is offline comes back when a person
+    says so, what is withheld when somebody without a lease goes, perhaps never, and until then the waiter cannot start
+    whatever lease ends: to keep even the rest of such a set would leave it idle for nobody.
     """
     current = {device.id: device for device in now}
     others = {device.id: device for device in kept}
@@ -67,7 +68,7 @@ def find_target(
 def _to_free(now: BookedDevice, kept: BookedDevice, added_bytes: int, alone: bool) -> tuple[int, int]:
     """What must end on one device before `added_bytes` more fit there: bytes, and 1 if something must end anyhow."""
     if not alone and not now.exclusive:
-        return (max(0, now.reserved_bytes + added_bytes - now.capacity_bytes), 0)
+        return (max(0, added_bytes - now.free_bytes), 0)
     return (now.reserved_bytes - kept.reserved_bytes, int(now.share_count > kept.share_count))
 
 

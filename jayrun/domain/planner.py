@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_open
+from jayrun.domain.islands import gather
 from jayrun.domain.reasons import why_impossible
 from jayrun.domain.requests import Request
 from jayrun.domain.search import Plan as Plan
-from jayrun.domain.search import Search
+from jayrun.domain.search import Search, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +86,39 @@ def _place(request: Request, devices: Sequence[BookedDevice]) -> tuple[Share, ..
     """The rule for one request, as the contract says it; what `Search` tries first, without its bookkeeping."""
     # (free bytes, host index, place in `devices`): in this order a device with the least left over comes first.
     usable = [
-        (device.capacity_bytes - device.reserved_bytes, device.host_index, place)
+        (device.capacity_bytes - device.reserved_bytes - device.withheld_bytes, device.host_index, place)
         for place, device in enumerate(devices)
         if is_open(request, device)
     ]
+    if request.max_devices == 1:
+        [memory_bytes] = request.shares(1)
+        best = min((each for each in usable if each[0] >= memory_bytes), default=None)
+        return None if best is None else (share_of(request, devices[best[2]], memory_bytes),)
     usable.sort()
+    # A process gets a MIG slice alone, so of several devices none is one.
+    whole = [each for each in usable if not devices[each[2]].is_slice]
     for count in request.counts():
-        if count > len(usable):
+        ranked = whole if count > 1 else usable
+        if count > len(ranked):
             continue
         sizes = request.shares(count)
         large, small = sizes[0], sizes[-1]
         many = sizes.count(large)
-        roomy = bisect_left(usable, (large,))
-        fitting = bisect_left(usable, (small,))
+        roomy = bisect_left(ranked, (large,))
+        fitting = bisect_left(ranked, (small,))
         # The larger shares take the tightest devices that hold them; the others choose among what is left.
-        chosen = usable[roomy : roomy + many]
-        rest = (usable[fitting:roomy] + usable[roomy + many :])[: count - many]
+        chosen = ranked[roomy : roomy + many]
+        rest = (ranked[fitting:roomy] + ranked[roomy + many :])[: count - many]
         if len(chosen) + len(rest) < count:
             continue
-        placed = [(index, place, large) for _, index, place in chosen]
-        placed += [(index, place, small) for _, index, place in rest]
-        return tuple(
-            Share(devices[place].id, index, memory_bytes, request.exclusive or devices[place].exclusive_only)
-            for index, place, memory_bytes in sorted(placed)
-        )
+        first, second = [devices[each[2]] for each in chosen], [devices[each[2]] for each in rest]
+        if count > 1 and any(devices[each[2]].island is not None for each in ranked[fitting:]):
+            by_rank = [(each[0], devices[each[2]]) for each in ranked]
+            first = gather(by_rank[roomy:], count - min(count - many, roomy - fitting))[:many]
+            taken = {device.id for device in first}
+            left = [each for each in by_rank[fitting:] if each[1].id not in taken]
+            second = gather(left, count - many, first)[: count - many]
+        placed = [share_of(request, device, large) for device in first]
+        placed += [share_of(request, device, small) for device in second]
+        return tuple(sorted(placed, key=lambda share: share.host_index))
     return None

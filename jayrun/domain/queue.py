@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import assert_never
 from uuid import UUID
 
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_candidate
 from jayrun.domain.keeping import Target, find_target
-from jayrun.domain.planner import Granted, Impossible, Plan, Unavailable, judge, judge_later
+from jayrun.domain.planner import Impossible, Plan, judge_later, plan
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
+from jayrun.domain.visible import Sight, asked_by
 from jayrun.domain.workers import IdleWorkers
 from jayrun.domain.workers import Worker as Worker
 
@@ -25,8 +25,8 @@ class Waiter:
 
     `age` is the number drawn when it first asked, lower is older. `recorded` is the whole sequence by which it is
     judged impossible, when that is more than `requests`. `bypassed` counts grants that went past it. `operator` names
-    what a worker must know to take the grant; None: the waiter's own process takes it. `shape` comes from
-    `sequence.shape_of(hosts, requests, operator)`.
+    what a worker must know to take the grant, and then its devices are those that this worker sees; None: the waiter's
+    own process takes it, and the requests tell what that one sees. `shape` comes from `sequence.shape_of`.
     """
 
     id: UUID
@@ -98,7 +98,8 @@ def admit(
     `bypass_limit` times, those of this pass included, has one target set of devices kept for it from then on.
 
     `workers` are the idle ones of each host. A waiter with an operator is served, bypassed and kept for only on hosts
-    where one is left that knows it; each takes one grant, or is kept with the devices of one waiter.
+    where one is left that knows it, with devices which that one sees; each takes one grant, or is kept with the devices
+    of one waiter. Impossible is what does not fit all devices: another worker may see more.
     """
     line = sorted(waiters, key=lambda waiter: (-waiter.priority, waiter.age))
     return _Pass(line, fleet, IdleWorkers(workers), bypass_limit).run(batch)
@@ -108,13 +109,13 @@ def admit(
 class _Standing:
     """The waiters of one shape that could not be served in this pass.
 
-    `candidates` are the keys of the devices they could use, busy or not. `passes` counts how often they were bypassed
-    in this pass. `due` is a heap with an entry for each that nothing is kept for yet: the number of `passes` at which
-    it has had enough, and its place in the line.
+    `first` is one of them. `candidates` are the keys of the devices they could use, busy or not, by what the process
+    sees that takes them. `passes` counts how often they were bypassed in this pass. `due` is a heap with an entry for
+    each that nothing is kept for yet: the number of `passes` at which it has had enough, and its place in the line.
     """
 
-    operator: str | None
-    candidates: frozenset[int]
+    first: Waiter
+    candidates: dict[Sight, frozenset[int]] = field(default_factory=dict)
     passes: int = 0
     due: list[tuple[int, int]] = field(default_factory=list)
 
@@ -170,16 +171,12 @@ class _Pass:
         for host_id in waiter.hosts:
             if host_id not in self._now:
                 continue
-            verdict = judge(waiter.requests, self._now[host_id], waiter.recorded)
-            match verdict:
-                case Granted(plan) if self._workers.can_take(host_id, waiter.operator):
-                    return Grant(waiter.id, host_id, plan, self._workers.choose(host_id, waiter.operator))
-                case Granted():  # and no worker takes it; nor does it wait for one in vain
-                    verdict = judge_later(waiter.recorded or waiter.requests, self._now[host_id])
-                case Unavailable() | Impossible():
-                    pass
-                case _:
-                    assert_never(verdict)
+            for sight in self._workers.sights(host_id, waiter.operator):
+                placed = plan(asked_by(waiter.requests, sight), self._now[host_id])
+                if placed is not None:
+                    return Grant(waiter.id, host_id, placed, self._workers.choose(host_id, waiter.operator, sight))
+            # Without a worker, or one that sees enough, there may be room: it waits, but not in vain.
+            verdict = judge_later(waiter.recorded or waiter.requests, self._now[host_id])
             if isinstance(verdict, Impossible):
                 reasons.append(verdict.reason)
         # Only what no candidate host could ever give is impossible.
@@ -194,7 +191,8 @@ class _Pass:
         bypasses = []
         for shape, standing in self._standing.items():
             # Whom no worker could take now, nobody goes past. The worker of this grant counts: it could have taken it.
-            if standing.candidates.isdisjoint(taken) or not self._workers.can_take(grant.host_id, standing.operator):
+            sights = self._workers.sights(grant.host_id, standing.first.operator)
+            if all(self._candidates(standing, sight).isdisjoint(taken) for sight in sights):
                 continue
             bypasses.append(Bypass(shape, waiter.priority, waiter.age))
             standing.passes += 1
@@ -206,7 +204,7 @@ class _Pass:
         """Let the waiter wait, and count from now on who goes past it."""
         standing = self._standing.get(waiter.shape)
         if standing is None:
-            standing = self._standing[waiter.shape] = _Standing(waiter.operator, self._candidates(waiter))
+            standing = self._standing[waiter.shape] = _Standing(waiter)
         heappush(standing.due, (standing.passes + self._bypass_limit - waiter.bypassed, place))
         self._call(standing)
 
@@ -226,39 +224,43 @@ class _Pass:
             # What is kept only grows, so where there was no more for one there is none for its equals.
             if waiter.shape in self._hopeless:
                 continue
-            best: tuple[int, Target] | None = None
-            for host_id in waiter.hosts:
-                target = self._target(waiter, host_id)
-                if target is not None and (best is None or target.to_free < best[1].to_free):
-                    best = (host_id, target)
-            if best is None:
+            targets = [found for host_id in waiter.hosts for found in self._targets(waiter, host_id)]
+            if not targets:
                 self._hopeless.add(waiter.shape)
                 continue
-            host_id, target = best
+            host_id, sight, target = min(targets, key=lambda found: found[2].to_free)
             shares = _shares(target.plan)
             self._now[host_id] = book(self._now[host_id], shares)
             self._kept[host_id] = book(self._kept[host_id], shares)
-            self._workers.use(host_id, self._workers.choose(host_id, waiter.operator))
+            self._workers.use(host_id, self._workers.choose(host_id, waiter.operator, sight))
             memory_bytes: Counter[int] = Counter()
             for share in shares:
                 memory_bytes[share.device_id] += share.memory_bytes
             self._kept_for += [Kept(waiter.id, host_id, *each) for each in memory_bytes.items()]
         self._owed.clear()
 
-    def _target(self, waiter: Waiter, host_id: int) -> Target | None:
-        if host_id not in self._now or not self._workers.can_take(host_id, waiter.operator):
-            return None
+    def _targets(self, waiter: Waiter, host_id: int) -> Iterator[tuple[int, Sight, Target]]:
+        """The cheapest target on the host for each kind of process that could take it there."""
+        if host_id not in self._now:
+            return
         if host_id not in self._kept:
             self._kept[host_id] = tuple(device.emptied() for device in self._now[host_id])
-        return find_target(waiter.requests, self._now[host_id], self._kept[host_id])
+        for sight in self._workers.sights(host_id, waiter.operator):
+            requests = asked_by(waiter.requests, sight)
+            target = find_target(requests, self._now[host_id], self._kept[host_id])
+            if target is not None:
+                yield host_id, sight, target
 
-    def _candidates(self, waiter: Waiter) -> frozenset[int]:
-        return frozenset(
-            device.id
-            for host_id in waiter.hosts
-            for device in self._now.get(host_id, ())
-            if any(is_candidate(request, device) for request in waiter.requests)
-        )
+    def _candidates(self, standing: _Standing, sight: Sight) -> frozenset[int]:
+        if sight not in standing.candidates:
+            requests = asked_by(standing.first.requests, sight)
+            standing.candidates[sight] = frozenset(
+                device.id
+                for host_id in standing.first.hosts
+                for device in self._now.get(host_id, ())
+                if any(is_candidate(request, device) for request in requests)
+            )
+        return standing.candidates[sight]
 
 
 def _shares(plan: Plan) -> list[Share]:

@@ -14,6 +14,7 @@ from jayrun.domain.units import format_bytes
 _MOST_LINES = 64
 """Devices listed one by one before the rest is only counted."""
 _SHORT_ID = 12
+_ALONE = "MIG slice: a process gets one alone"
 
 
 def why_impossible(
@@ -35,29 +36,36 @@ def why_impossible(
             + format_bytes(least)
             + (f" and {_counted(alone, 'device')} to themselves" if alone else "")
         )
-        return _listing(head, devices, lambda device: "")
+        return _listing(head, devices, lambda device: _ALONE if device.is_slice else "")
     because = f", because of {culprit.describe()}" if len(requests) > 1 else ""
     head = f"{_names(requests)} can never be placed{because}: it needs {_needs(culprit)}"
-    usable = sum(_verdict(culprit, device) == "large enough" for device in devices)
+    usable = sum(_verdict(culprit, device, devices) == "large enough" for device in devices)
     if 0 < usable < culprit.min_devices:
         head += f", and only {_counted(usable, 'device')} would do"
-    return _listing(head, devices, lambda device: _verdict(culprit, device))
+    return _listing(head, devices, lambda device: _verdict(culprit, device, devices))
 
 
-def unmet(request: Request, device: BookedDevice) -> str | None:
-    """What `device` lacks now for the smallest share of `request`, in a few words, or None when it would take it."""
+def unmet(request: Request, device: BookedDevice, devices: Sequence[BookedDevice]) -> str | None:
+    """What `device`, one of `devices`, lacks now for the smallest share of `request`, in a few words, or None when it
+    would take it."""
     if not is_candidate(request, device):
-        return _mismatch(request, device)
+        return _mismatch(request, device, devices)
+    if _is_too_little(request, device):
+        return _ALONE
     if device.state is not DeviceState.ONLINE:
-        return f"{device.state}"
+        return f"{device.state}" if device.fault is None else f"{device.state}: {printable(device.fault)}"
     if device.exclusive:
         return "held by an exclusive lease"
-    if device.share_count and (request.exclusive or device.exclusive_only):
-        who = "asked for exclusively" if request.exclusive else "an exclusive-only device"
+    alone = request.exclusive or device.exclusive_only
+    who = "asked for exclusively" if request.exclusive else "an exclusive-only device"
+    if alone and device.share_count:
         return f"{who}, but carries {_counted(device.share_count, 'lease')}"
-    needed = request.shares(request.max_devices)[-1]
+    if alone and device.withheld_bytes:
+        return f"{who}, but {_withheld(device)}"
+    needed = _smallest(request, device)
     if device.free_bytes < needed:
-        return f"{_differing(device.free_bytes, needed)[0]} free, needs {_differing(device.free_bytes, needed)[1]}"
+        free, wanted = _differing(max(device.free_bytes, 0), needed)
+        return f"{free} free, needs {wanted}" + (f"; {_withheld(device)}" if device.withheld_bytes else "")
     return None
 
 
@@ -71,21 +79,39 @@ def short_id(identity: UUID) -> str:
     return identity.hex[-_SHORT_ID:]
 
 
-def _verdict(request: Request, device: BookedDevice) -> str:
+def _verdict(request: Request, device: BookedDevice, devices: Sequence[BookedDevice]) -> str:
     if not is_candidate(request, device):
-        return _mismatch(request, device)
-    smallest = request.shares(request.max_devices)[-1]
-    if device.capacity_bytes < smallest:
+        return _mismatch(request, device, devices)
+    if _is_too_little(request, device):
+        return _ALONE
+    if device.capacity_bytes < _smallest(request, device):
         return "too small"
     largest = request.shares(request.min_devices)[0]
     return "large enough" if device.capacity_bytes >= largest else "too small for the largest share"
 
 
-def _mismatch(request: Request, device: BookedDevice) -> str:
+def _is_too_little(request: Request, device: BookedDevice) -> bool:
+    """Whether it is a slice, beside which a process gets no other device, and the request needs several."""
+    return device.is_slice and request.min_devices > 1
+
+
+def _smallest(request: Request, device: BookedDevice) -> int:
+    """The bytes of the smallest share of `request` that may lie on `device`."""
+    return request.shares(1 if device.is_slice else request.max_devices)[-1]
+
+
+def _withheld(device: BookedDevice) -> str:
+    return f"{format_bytes(device.withheld_bytes)} withheld (used by processes without a lease, or in quarantine)"
+
+
+def _mismatch(request: Request, device: BookedDevice, devices: Sequence[BookedDevice]) -> str:
     if device.kind is not request.device:
         return f"no {request.device}"
     if request.backend not in device.backends:
         return f"no {request.backend}"
+    if request.among is not None and device.id not in request.among:
+        seen = sorted(each.host_index for each in devices if each.id in request.among)
+        return f"not visible to the process (its mask: {request.backend} {', '.join(map(str, seen)) or 'nothing'})"
     return f"not device_id {request.device_id}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jayrun.domain.checks import flag, member, whole_number
@@ -19,7 +19,8 @@ class Request:
     """One call of `reserve` or `reserve_group`, in whole bytes; make it with `single` or `of_group`, which check.
 
     `group_bytes` are divided among the devices, `per_device_bytes` come on top for each. `device_id` is the number on
-    the host that a single request insists on, or None.
+    the host that a single request insists on, or None. `among` are the keys of the devices in the book that the process
+    can see, None for all: a matter of who asks and not of what is asked, so it is no part of the recorded sequence.
     """
 
     device: Device
@@ -32,6 +33,7 @@ class Request:
     per_device_bytes: int
     exclusive: bool
     device_id: int | None
+    among: frozenset[int] | None = field(default=None, compare=False)
 
     @classmethod
     def single(

@@ -8,13 +8,14 @@ from typing import TypeAlias
 from jayrun.domain.bounds import Need, may_fit, needs_of
 from jayrun.domain.devices import BookedDevice, Share
 from jayrun.domain.fit import is_open
+from jayrun.domain.islands import gather
 from jayrun.domain.requests import Request
 
 Plan: TypeAlias = tuple[tuple[Share, ...], ...]
 """For each request, in their order, its shares by ascending host index."""
 
 Rank: TypeAlias = Callable[[Request, BookedDevice, int], tuple[int, ...]]
-"""How well a device takes a share of so many bytes of a request: the lowest is tried first."""
+"""How well a device takes a share of so many bytes of a request, and its host index: the lowest is tried first."""
 
 _WORK = 3_000
 """Devices looked at before a search gives up: some 10 ms on one core, however many devices there are."""
@@ -30,8 +31,9 @@ def best_fit(request: Request, device: BookedDevice, memory_bytes: int) -> tuple
 class Search:
     """Every way to place `requests` on `devices`, the preferred one first.
 
-    Pinned requests come first, then exclusive ones, then the largest. `twin` says what else makes two devices differ
-    than what the book shows, if anything. After the first descent the search is bounded: `complete` turns False when
+    Pinned requests come first, then exclusive ones, then the largest. A MIG slice is used by all of them or by none,
+    for a process that gets one can use no other device. `twin` says what else makes two devices differ than what the
+    book shows, if anything. After the first descent the search is bounded: `complete` turns False when
     it was given up before everything had been tried.
     """
 
@@ -50,19 +52,22 @@ class Search:
         self._rank = rank
         self._work = _WORK
         self._needs: dict[int, list[Need]] = {}
+        self._linked = any(device.island is not None for device in devices)
         # Devices of one make are interchangeable for every request that is not pinned.
+        masks = tuple({request.among for request in requests if request.among is not None})
         makes: dict[Hashable, int] = {}
         self._makes = {
-            device.id: makes.setdefault((_make(device), twin(device) if twin else None), len(makes))
+            device.id: makes.setdefault((_make(device, masks), twin(device) if twin else None), len(makes))
             for device in devices
         }
 
     def plans(self) -> Iterator[Plan]:
         """The plans, those left out that differ from an earlier one by interchangeable devices only."""
-        if not self._may_fit(0, self._picture):
+        picture = self._promising()
+        if not picture:
             return
-        pictures = [self._picture]
-        branches = [self._choices(0, self._picture)]
+        pictures = [picture]
+        branches = [self._choices(0, picture)]
         chosen: list[tuple[Share, ...]] = []
         seen: set[Hashable] = set()
         first_descent = True
@@ -84,6 +89,8 @@ class Search:
                 first_descent = False
                 continue
             picture = book(pictures[-1], choice)
+            if depth == 1:
+                picture = _beside(choice, picture)
             if not first_descent and not self._may_fit(depth, picture):
                 continue
             # The same picture at the same depth leads to nothing new, neither to failure nor to another plan.
@@ -93,6 +100,12 @@ class Search:
                 chosen.append(choice)
                 pictures.append(picture)
                 branches.append(self._choices(depth, picture))
+
+    def _promising(self) -> _Picture:
+        """The devices that a plan might use: those that are no slices, and each slice, if it may have room for all."""
+        whole = tuple(device for device in self._picture if not device.is_slice)
+        alone = [(device,) for device in self._picture if device.is_slice]
+        return tuple(device for part in (whole, *alone) if self._may_fit(0, part) for device in part)
 
     def _afford(self, depth: int) -> bool:
         """Pay for one more step; False when that was more than there is."""
@@ -110,9 +123,10 @@ class Search:
     def _choices(self, depth: int, picture: _Picture) -> Iterator[tuple[Share, ...]]:
         request = self._requests[self._order[depth]]
         usable = [device for device in picture if is_open(request, device)]
+        whole = [device for device in usable if not device.is_slice]
         for count in request.counts():
             if count <= len(usable):
-                yield from self._arrangements(request, request.shares(count), usable)
+                yield from self._arrangements(request, request.shares(count), whole if count > 1 else usable)
 
     def _arrangements(
         self, request: Request, sizes: tuple[int, ...], usable: list[BookedDevice]
@@ -124,16 +138,33 @@ class Search:
         # Whoever holds a large share holds a small one: with enough of both, every selection can be completed.
         if len(fitting) < len(sizes):
             return
+        rest = len(sizes) - many
+        if self._linked and len(sizes) > 1:
+            # Small shares go first to devices that have no room for a large one; the others are chosen along with them.
+            need = len(sizes) - min(rest, len(fitting) - len(roomy))
+            roomy = self._gathered(request, roomy, large, need, ())
         for first in self._selections(roomy, many):
-            shares = [_share(request, device, large) for device in first]
+            shares = [share_of(request, device, large) for device in first]
             taken = {device.id for device in first}
             others = [device for device in fitting if device.id not in taken]
-            for second in self._selections(others, len(sizes) - many):
-                yield (*shares, *(_share(request, device, small) for device in second))
+            if self._linked and rest:
+                others = self._gathered(request, others, small, rest, first)
+            for second in self._selections(others, rest):
+                yield (*shares, *(share_of(request, device, small) for device in second))
 
     def _ranked(self, request: Request, usable: list[BookedDevice], memory_bytes: int) -> list[BookedDevice]:
         fitting = [device for device in usable if device.free_bytes >= memory_bytes]
         return sorted(fitting, key=lambda device: self._rank(request, device, memory_bytes))
+
+    def _gathered(
+        self,
+        request: Request,
+        ranked: list[BookedDevice],
+        memory_bytes: int,
+        need: int,
+        near: Sequence[BookedDevice],
+    ) -> list[BookedDevice]:
+        return gather([(self._rank(request, device, memory_bytes)[:-1], device) for device in ranked], need, near)
 
     def _selections(self, devices: list[BookedDevice], count: int) -> Iterator[list[BookedDevice]]:
         """Each way to take `count` of `devices`, the front ones first, interchangeable neighbours counted as one."""
@@ -177,9 +208,18 @@ def _urgency(request: Request) -> tuple[bool, bool, int]:
     return (request.device_id is None, not request.exclusive, -request.shares(request.min_devices)[0])
 
 
-def _make(device: BookedDevice) -> Hashable:
-    return (device.kind, device.backends, device.capacity_bytes, device.exclusive_only, device.state)
+def _beside(choice: Sequence[Share], picture: _Picture) -> _Picture:
+    """What other requests may use beside the first `choice`: a MIG slice is all that a process gets."""
+    taken = {share.device_id for share in choice}
+    used = tuple(device for device in picture if device.is_slice and device.id in taken)
+    return used or tuple(device for device in picture if not device.is_slice)
 
 
-def _share(request: Request, device: BookedDevice, memory_bytes: int) -> Share:
+def _make(device: BookedDevice, masks: Sequence[frozenset[int]]) -> Hashable:
+    facts = (device.kind, device.backends, device.capacity_bytes, device.exclusive_only, device.state)
+    return (*facts, device.withheld_bytes, device.is_slice, *(device.id in mask for mask in masks))
+
+
+def share_of(request: Request, device: BookedDevice, memory_bytes: int) -> Share:
+    """The share of so many bytes that `request` takes of `device`."""
     return Share(device.id, device.host_index, memory_bytes, request.exclusive or device.exclusive_only)

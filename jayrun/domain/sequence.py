@@ -8,6 +8,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 
 from jayrun.domain.requests import Request
+from jayrun.domain.visible import Visible, mask_text
 from jayrun.errors import RequestSequenceChanged
 
 
@@ -33,9 +34,22 @@ def check_complete(recorded: Sequence[Request], issued: Sequence[Request]) -> No
         )
 
 
-def shape_of(hosts: Sequence[int], requests: Sequence[Request], operator: str | None = None) -> str:
-    """A short digest, the same in every process: equal for equal candidate hosts, equal requests and one operator."""
-    facts = [list(hosts), [request.to_json() for request in requests], *([] if operator is None else [operator])]
+def shape_of(
+    hosts: Sequence[int],
+    requests: Sequence[Request],
+    operator: str | None = None,
+    visible: Visible | None = None,
+) -> str:
+    """A short digest, the same in every process, of what decides whether a waiter can be served.
+
+    Equal for equal candidate hosts, equal requests, one operator, and masks that leave the same to be seen for them
+    (`visible`, of the process that waits; one with an operator waits for any worker).
+    """
+    facts: list[object] = [list(hosts), [request.to_json() for request in requests]]
+    if operator is not None:
+        facts.append(operator)
+    elif mask := mask_text(visible, [request.backend for request in requests]):
+        facts.append(mask)
     text = json.dumps(facts, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=12).hexdigest()
 

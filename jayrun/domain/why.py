@@ -19,6 +19,7 @@ from jayrun.domain.queue import Admission, Waiter, Worker, admit
 from jayrun.domain.reasons import printable, short_id, unmet
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
+from jayrun.domain.visible import asked_by
 
 _WORK = 20_000
 """Waiters looked at in search of the fewest leases, all passes together: a second at most."""
@@ -256,7 +257,10 @@ def _terms(waiter: Waiter, host: HostPicture, line: _Line, decided: Admission) -
     terms, takers = [], [0] * len(waiter.requests)
     for device in host.devices:
         mine = tuple(promise for promise in promises if promise.share.device_id == device.id)
-        lacking = [_lacking(request, device, seen[device.id], mine) for request in waiter.requests]
+        lacking = [
+            _hidden(request, device, waiter, host) or _lacking(request, device, seen[device.id], mine, host.devices)
+            for request in waiter.requests
+        ]
         takers = [count + (lack is None) for count, lack in zip(takers, lacking, strict=True)]
         terms.append(
             DeviceTerms(
@@ -297,12 +301,28 @@ def _promises(host: HostPicture, decided: Admission) -> list[Promise]:
     return promises
 
 
-def _lacking(request: Request, device: BookedDevice, seen: BookedDevice, promises: Sequence[Promise]) -> str | None:
+def _hidden(request: Request, device: BookedDevice, waiter: Waiter, host: HostPicture) -> str | None:
+    """That none of the workers of the host that know the operator of `waiter`, if there are any, can see the device."""
+    sights = [each.worker.sight for each in host.workers if waiter.operator in each.worker.operators]
+    if not sights or not is_candidate(request, device):
+        return None
+    if any(is_candidate(seen, device) for sight in sights for seen in asked_by([request], sight)):
+        return None
+    return f"not visible to a worker that knows operator {printable(str(waiter.operator))}"
+
+
+def _lacking(
+    request: Request,
+    device: BookedDevice,
+    seen: BookedDevice,
+    promises: Sequence[Promise],
+    devices: Sequence[BookedDevice],
+) -> str | None:
     """What the device lacks for a share of `request`: by itself, or because of what is promised to others there."""
-    by_itself = unmet(request, device)
+    by_itself = unmet(request, device, devices)
     if by_itself is not None or not promises:
         return by_itself
-    beside = unmet(request, seen)
+    beside = unmet(request, seen, devices)
     if beside is None:
         return None
     whose = " and ".join(dict.fromkeys(map(str, promises)))

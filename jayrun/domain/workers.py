@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
+from jayrun.domain.visible import EVERYTHING, Sight
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """An idle worker process of a host, and the names of the operators it takes."""
+    """An idle worker process of a host, the names of the operators it takes, and what it can see of the devices."""
 
     id: UUID
     operators: frozenset[str]
+    sight: Sight = EVERYTHING
 
 
 class IdleWorkers:
@@ -20,21 +23,35 @@ class IdleWorkers:
 
     def __init__(self, workers: Mapping[int, Sequence[Worker]]) -> None:
         self._idle = {host_id: list(idle) for host_id, idle in workers.items()}
+        self._able: dict[tuple[int, str], dict[Sight, UUID]] = {}
 
-    def can_take(self, host_id: int, operator: str | None) -> bool:
-        """Whether a waiter with `operator` finds its process on the host; one without has its own."""
-        return operator is None or any(operator in worker.operators for worker in self._idle.get(host_id, ()))
+    def sights(self, host_id: int, operator: str | None) -> Sequence[Sight]:
+        """What those see who could take a waiter with `operator` on the host, each sight once, the preferred first.
 
-    def choose(self, host_id: int, operator: str | None) -> UUID | None:
-        """The worker to take a waiter with `operator`: of those that know it, the first that knows the fewest else.
-
-        None when there is none, or none is needed.
+        A waiter without an operator has its own process, and its requests tell already what that one sees.
         """
-        able = [worker for worker in self._idle.get(host_id, ()) if operator in worker.operators]
-        best = min(able, key=lambda worker: len(worker.operators), default=None)
-        return None if best is None else best.id
+        return (EVERYTHING,) if operator is None else tuple(self._taking(host_id, operator))
+
+    def choose(self, host_id: int, operator: str | None, sight: Sight) -> UUID | None:
+        """The worker to take it of those with that sight; None when none is needed.
+
+        Preferred is who knows the fewest other operators, then who does not see everything, then the first.
+        """
+        return None if operator is None else self._taking(host_id, operator)[sight]
 
     def use(self, host_id: int, worker_id: UUID | None) -> None:
         """The worker, if any, is idle no more."""
         if worker_id is not None:
             self._idle[host_id] = [worker for worker in self._idle[host_id] if worker.id != worker_id]
+            self._able = {key: able for key, able in self._able.items() if key[0] != host_id}
+
+    def _taking(self, host_id: int, operator: str) -> dict[Sight, UUID]:
+        """For each sight the worker that would take it, in the order of preference."""
+        key = (host_id, operator)
+        if key not in self._able:
+            able = [worker for worker in self._idle.get(host_id, ()) if operator in worker.operators]
+            able.sort(key=lambda worker: (len(worker.operators), worker.sight == EVERYTHING))
+            taking = self._able[key] = {}
+            for worker in able:
+                taking.setdefault(worker.sight, worker.id)
+        return self._able[key]

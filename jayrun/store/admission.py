@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import UUID
 
 from jayrun import kernel, probes
 from jayrun.domain.liveness import Incarnation, Verdict
 from jayrun.domain.queue import Admission, Waiter, admit
+from jayrun.domain.requests import Request
 from jayrun.domain.sequence import shape_of
+from jayrun.domain.visible import EVERYTHING, Visible, asked_by
 from jayrun.errors import BookError
 from jayrun.store import at_once, everywhere, leases, reclaim
 from jayrun.store.asks import (
@@ -38,6 +40,10 @@ from jayrun.store.transactions import Book, Gate
 # Reading and judging a waiter costs more than all else behind the gate, and most passes serve one or two.
 _FEW = 2
 _FOLLOW_UP_SECONDS = 1.0  # the patience for what an ask does for others, once it has its own answer
+_HELD = """
+SELECT s.device_id FROM jayrun.executions e JOIN jayrun.leases l ON l.execution_id = e.id
+JOIN jayrun.lease_shares s ON s.lease_id = l.id WHERE e.unit_id = %s AND l.ended_at IS NULL
+"""
 _LAST_IN_LINE = 2**62  # the age of an ask whose number is not drawn yet: younger than everyone in the queue
 
 
@@ -121,7 +127,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
     def unit(gate: Gate) -> _Tried:
         picture = load(gate, asker.host_id, slot, asker.unit_id, asker.holder_id, of_each=_FEW)
         probes.reach("reserve.loaded")
-        at_once.note(book, asker.host_id, is_crowded=bool(picture.units))
+        at_once.note(book, asker.holder_id, is_crowded=bool(picture.units))
         changes = Changes(asker.host_id)
         if (known := _known(gate, picture, asker)) is not None:
             decided = _decide(gate, picture, asker.host_id)
@@ -133,8 +139,11 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
             priority=asker.priority,
             age=_LAST_IN_LINE if ask.age is None else ask.age,
             hosts=picture.hosts if asker.is_free else (asker.host_id,),
-            requests=(ask.asker.recorded[ask.position],),
-            recorded=tuple(request for member in ask.unit for request in member.recorded),
+            requests=_asked(gate, picture, ask),
+            recorded=asked_by(
+                (request for member in ask.unit for request in member.recorded),
+                EVERYTHING if asker.detached else picture.own_sight,  # another worker may see more
+            ),
             shape="",  # no waiter has this shape: the ask is judged by itself
         )
         decided = _decide(gate, picture, asker.host_id, waiter)
@@ -148,7 +157,7 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
             answer = Unavailable() if reason is None else Impossible(reason)
             return _Tried(answer, _is_full(picture, decided))
         if own is None:
-            _park(changes, ask.unit)
+            _park(changes, ask.unit, picture.own_visible)
             if asker.is_free and len(picture.hosts) > 1:
                 changes.tell_workers()
         else:
@@ -163,6 +172,21 @@ def _try_reserve(book: Book, ask: Ask, *, judged: bool) -> _Tried:
         return _Tried(Granted(lease), more)
 
     return book.gated(unit)
+
+
+def _asked(gate: Gate, picture: Picture, ask: Ask) -> tuple[Request, ...]:
+    """The request that is asked, among the devices that its process sees; with a MIG slice it can use nothing else."""
+    asked = asked_by([ask.asker.recorded[ask.position]], picture.own_sight)
+    slices = frozenset(device.id for device in picture.devices if device.is_slice)
+    if not slices:
+        return asked
+    held = {row[0] for row in gate.execute(_HELD, (ask.asker.execution.unit_id,))}
+    if not held:
+        return asked
+    beside = held & slices or {device.id for device in picture.devices} - slices
+    return tuple(
+        replace(each, among=frozenset(beside if each.among is None else beside & each.among)) for each in asked
+    )
 
 
 def _known(gate: Gate, picture: Picture, asker: Execution) -> Outcome | None:
@@ -242,11 +266,11 @@ def _is_full(picture: Picture, decided: Admission) -> bool:
     return len(decided.grants) >= picture.batch
 
 
-def _park(changes: Changes, unit: tuple[Member, ...]) -> None:
-    """Everyone of the unit waits, with all that it has recorded."""
+def _park(changes: Changes, unit: tuple[Member, ...], visible: Visible | None) -> None:
+    """Everyone of the unit waits, with all that it has recorded, for what its process sees by its mask `visible`."""
     requests = [request for member in unit for request in member.recorded]
     head = unit[-1].execution
-    shape = shape_of((head.queue_id,), requests, head.operator)
+    shape = shape_of((head.queue_id,), requests, head.operator, None if head.detached else visible)
     for member in unit:
         if member.booked is not None:
             changes.park(member.execution.id, shape=shape, invocation=member.invocation)

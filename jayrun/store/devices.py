@@ -7,8 +7,9 @@ from typing import Any
 
 from jayrun import kernel
 from jayrun.domain.devices import BookedDevice, DeviceState, RuntimeDevice
+from jayrun.domain.visible import Sight, Visible
 from jayrun.errors import DeviceInUse, UnknownDevice, UnknownHost
-from jayrun.store.picture import booked_device
+from jayrun.store.picture import booked_device, sights
 from jayrun.store.transactions import Book, Gate
 
 # Declaring again updates, and brings a removed device back.
@@ -46,8 +47,9 @@ _HOSTS = "SELECT name, identity FROM jayrun.hosts ORDER BY id"
 _FLEET = """
 SELECT d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes - coalesce(f.bytes, 0),
        d.share_count - coalesce(f.shares, 0), d.exclusive_count > coalesce(f.exclusives, 0), d.exclusive_only,
-       CASE WHEN h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) AND h.boot_id <> %s
-            THEN 'offline' ELSE d.state END
+       CASE WHEN d.fault IS NOT NULL OR h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds)
+                 AND h.boot_id <> %s THEN 'offline' ELSE d.state END,
+       d.withheld_bytes, d.parent_uuid IS NOT NULL, d.island, d.fault, d.device_uuid
 FROM jayrun.settings b, jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
 LEFT JOIN (SELECT device_id, sum(memory_bytes)::bigint AS bytes, count(*) AS shares,
                   count(*) FILTER (WHERE exclusive) AS exclusives
@@ -116,12 +118,15 @@ def find_host(book: Book, name: str) -> int:
 
 def fleet(book: Book, host_id: int) -> list[BookedDevice]:
     """The devices of the host as the next admission would find them; offline where nobody is there to make one."""
-    return book.written(lambda pg: read_fleet(pg.execute, host_id))
+    return book.written(lambda pg: read_fleet(pg.execute, host_id)[0])
 
 
-def read_fleet(execute: Callable[..., Any], host_id: int) -> list[BookedDevice]:
-    """The same in a transaction that is open."""
-    return [booked_device(host_id, list(row)) for row in execute(_FLEET, (kernel.boot_id(), host_id)).fetchall()]
+def read_fleet(
+    execute: Callable[..., Any], host_id: int
+) -> tuple[list[BookedDevice], Callable[[Visible | None], Sight]]:
+    """The same in a transaction that is open, and what a holder sees of them, by what its mask names."""
+    rows = execute(_FLEET, (kernel.boot_id(), host_id)).fetchall()
+    return [booked_device(host_id, row) for row in rows], sights(rows)
 
 
 def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], statement: str) -> None:

@@ -26,7 +26,8 @@ WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id = 0
 """
 _DEVICES = """
 SELECT h.id, h.name, d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes, d.share_count,
-       d.exclusive_count > 0, d.exclusive_only, d.state
+       d.exclusive_count > 0, d.exclusive_only, CASE WHEN d.fault IS NOT NULL THEN 'offline' ELSE d.state END,
+       d.withheld_bytes, d.parent_uuid IS NOT NULL, d.island, d.fault
 FROM jayrun.hosts h LEFT JOIN jayrun.devices d ON d.host_id = h.id AND d.removed_at IS NULL
 ORDER BY h.id, d.kind, d.host_index
 """

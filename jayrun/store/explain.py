@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -15,6 +15,7 @@ from jayrun.domain.explanation import Active, Ended, Explanation, Failure, Ready
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.queue import Waiter, Worker
 from jayrun.domain.requests import Request
+from jayrun.domain.visible import Sight, Visible, asked_by
 from jayrun.domain.why import Held, HostPicture, Outlook, Queued, RunningWorker, Who, knowing_workers, look_ahead
 from jayrun.errors import UnknownId
 from jayrun.store.devices import read_fleet
@@ -36,6 +37,7 @@ FROM jayrun_audit.leases v ORDER BY v.granted_at
 _WAITERS = """
 SELECT w.id, w.name, w.detached, w.host_id, w.queue_id, w.holder_id, w.priority, w.age, w.bypassed, w.shape, o.pid,
        coalesce(o.user_name, nullif(w.user_name, '')) AS user_name, coalesce(nullif(w.label, ''), o.label, '') AS label,
+       o.visible,
        (SELECT json_agg(json_build_array(q.device, q.backend, q.is_group, q.min_devices, q.max_devices,
                                          q.prefer_max_devices, q.group_bytes, q.per_device_bytes, q.exclusive,
                                          q.device_id) ORDER BY m.id = m.unit_id, m.age, q.position)
@@ -48,7 +50,7 @@ LEFT JOIN jayrun.holders o ON o.id = w.holder_id
 WHERE (w.place <= :batch AND NOT w.dormant) OR w.id = :unit
 """
 _WORKERS = """
-SELECT o.host_id, o.id, o.operators, o.silent,
+SELECT o.host_id, o.id, o.operators, o.silent, o.visible,
        EXISTS (SELECT FROM jayrun.executions t WHERE t.holder_id = o.id AND t.detached AND t.id = t.unit_id
                AND t.state IN ('admitted', 'running')) AS busy
 FROM jayrun.holders o WHERE o.state = 'alive' AND o.operators <> '{}' ORDER BY o.registered_at
@@ -185,13 +187,19 @@ def _picture(
     bypass_limit, batch = connection.execute(text(_SETTINGS)).one()
     hosts = connection.execute(text(_HOSTS)).all()
     leases = _leases(connection)
+    fleets = {host_id: read_fleet(connection.exec_driver_sql, host_id) for host_id, _ in hosts}
     waiters = [
-        (row["queue_id"], Queued(_waiter(row, [key for key, _ in hosts]), _who(row)))
+        (row["queue_id"], Queued(_waiter(row, {host_id: sight for host_id, (_, sight) in fleets.items()}), _who(row)))
         for row in connection.execute(text(_WAITERS), {"batch": batch, "unit": unit_id}).mappings()
         if row["holder_id"] not in dead
     ]
     workers = [
-        (row.host_id, RunningWorker(Worker(row.id, frozenset(row.operators)), row.busy, row.silent))
+        (
+            row.host_id,
+            RunningWorker(
+                Worker(row.id, frozenset(row.operators), fleets[row.host_id][1](row.visible)), row.busy, row.silent
+            ),
+        )
         for row in connection.execute(text(_WORKERS))
         if row.id not in dead
     ]
@@ -199,7 +207,7 @@ def _picture(
     for host_id, name in hosts:
         mine = [(held, all(holder in dead for holder in holders)) for host, held, holders in leases if host == host_id]
         ended = [share for held, over in mine if over for share in held.lease.shares]
-        fleet = read_fleet(connection.exec_driver_sql, host_id)
+        fleet, _ = fleets[host_id]
         pictures.append(
             HostPicture(
                 id=host_id,
@@ -224,13 +232,16 @@ def _leases(connection: Connection) -> list[tuple[int, Held, list[UUID]]]:
     return found
 
 
-def _waiter(row: Any, hosts: Sequence[int]) -> Waiter:
+def _waiter(row: Any, sights: Mapping[int, Callable[[Visible | None], Sight]]) -> Waiter:
+    requests = tuple(from_row(request) for request in row["requests"] or ())
+    if row["holder_id"] is not None:
+        requests = asked_by(requests, sights[row["host_id"]](row["visible"]))
     return Waiter(
         id=row["id"],
         priority=row["priority"],
         age=row["age"],
-        hosts=tuple(hosts) if row["host_id"] is None else (row["host_id"],),
-        requests=tuple(from_row(request) for request in row["requests"] or ()),
+        hosts=tuple(sights) if row["host_id"] is None else (row["host_id"],),
+        requests=requests,
         bypassed=row["bypassed"],
         shape=row["shape"],
         operator=row["name"] if row["detached"] else None,

@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 from psycopg import Connection as PgConnection
+from psycopg.types.json import Jsonb
 
 from jayrun import kernel
 from jayrun.domain.liveness import Incarnation
@@ -19,8 +20,9 @@ from jayrun.store.transactions import Book
 __all__ = ["Holder", "attest_host", "beat", "find_own_host", "leave", "leave_if_free", "register"]
 
 _ADD_HOLDER = """
-INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_ticks, user_name, label, command, role)
-VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
+INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_ticks, user_name, label, command, role,
+                            visible)
+VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
 """
 _BEAT = "UPDATE jayrun.holders SET seen_at = clock_timestamp(), only_waits = %s WHERE id = %s AND state = 'alive'"
 _AWAKE = "UPDATE jayrun.holders SET silent = false WHERE id = %s AND silent AND state = 'alive'"
@@ -35,17 +37,26 @@ class Holder:
 
 
 def register(
-    book: Book, host_id: int, *, role: str, label: str = "", command: str = "", incarnation: Incarnation | None = None
+    book: Book,
+    host_id: int,
+    *,
+    role: str,
+    label: str = "",
+    command: str = "",
+    incarnation: Incarnation | None = None,
+    visible: dict[str, list[str]] | None = None,
 ) -> Holder:
     """Make a process a holder of the book (default: this one).
 
-    `role` is runtime, command, wrapper, worker or supervisor.
+    `role` is runtime, command, wrapper, worker or supervisor. `visible` is what its masks name, by backend: a device's
+    UUID or its number on the host. Of a backend that is missing it sees all devices, and None is no mask at all.
     """
     who = incarnation or kernel.incarnation()
     holder = Holder(new_id(), host_id)
     values = (holder.id, host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks)
     described = (kernel.user_name(), plain(label), plain(command or kernel.command_line()), role)
-    book.written(lambda pg: pg.execute(_ADD_HOLDER, values + described))
+    masked = None if visible is None else Jsonb(visible)
+    book.written(lambda pg: pg.execute(_ADD_HOLDER, (*values, *described, masked)))
     return holder
 
 

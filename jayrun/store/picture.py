@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ from uuid import UUID
 from jayrun.domain.devices import Backend, BookedDevice, Device, DeviceState
 from jayrun.domain.liveness import Incarnation
 from jayrun.domain.queue import Waiter, Worker
+from jayrun.domain.visible import EVERYTHING, Sight, Visible, asked_by, names_of, sight_of
 from jayrun.store.requests import from_row
 from jayrun.store.transactions import Gate
 
@@ -36,7 +38,7 @@ class Picture:
     `units` are the first waiters of every shape; of the shapes in `cut` perhaps not all that an admission may serve,
     and it says how often any of them was bypassed at most. `own_state` and `own_lease` answer for the slot
     that was asked about, `own_unit` for its unit: state, holder, and whether it was cancelled. `is_alive`: the book
-    has the holder that asks as alive, and of the boot that its host is of.
+    has the holder that asks as alive, and of the boot that its host is of; `own_visible` is what its mask names.
     """
 
     devices: list[BookedDevice]
@@ -51,6 +53,8 @@ class Picture:
     own_unit: list[Any] | None
     own_lease: list[Any] | None
     is_alive: bool | None
+    own_visible: Visible | None
+    own_sight: Sight
 
 
 _ELSEWHERE = 0  # a host without devices to show, so nobody is told that it could never serve them
@@ -77,17 +81,19 @@ def load(
     Of every shape at most `of_each` waiters are read (None: as many as one admission may serve).
     """
     [row] = gate.execute(_LOAD, (host_id, of_each, unit_id, *(slot or (None, None, None)), holder_id))
-    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_unit, own_lease, is_alive = row
+    bypass_limit, batch, devices, elsewhere, waiters, workers, own_state, own_unit, own_lease, is_alive, visible = row
     hosts = (host_id, _ELSEWHERE) if elsewhere else (host_id,)
     shapes = Counter(unit[4] for unit in waiters or ())
+    sight = sights(devices or ())
     return Picture(
         devices=[booked_device(host_id, device) for device in devices or ()],
-        uuids={device[0]: device[10] for device in devices or ()},
+        uuids=dict(uuids_of(devices or ())),
         hosts=hosts,
-        units={UUID(unit[0]): _waiting_unit(hosts, unit) for unit in waiters or ()},
-        cut={unit[4]: unit[13] for unit in waiters or () if shapes[unit[4]] == of_each},
+        units={UUID(unit[0]): _waiting_unit(hosts, unit, sight) for unit in waiters or ()},
+        cut={unit[4]: unit[14] for unit in waiters or () if shapes[unit[4]] == of_each},
         workers={
-            UUID(each[0]): (Worker(UUID(each[0]), frozenset(each[1])), Incarnation(*each[2:])) for each in workers or ()
+            UUID(each[0]): (Worker(UUID(each[0]), frozenset(each[1]), sight(each[6])), Incarnation(*each[2:6]))
+            for each in workers or ()
         },
         bypass_limit=bypass_limit,
         batch=batch,
@@ -95,11 +101,33 @@ def load(
         own_unit=own_unit,
         own_lease=own_lease,
         is_alive=is_alive,
+        own_visible=visible,
+        own_sight=sight(visible),
     )
 
 
-def booked_device(host_id: int, row: list[Any]) -> BookedDevice:
-    """The device of a row (id, index, kind, backends, capacity, reserved, shares, exclusive, exclusive_only, state)."""
+def sights(rows: Iterable[Sequence[Any]]) -> Callable[[Visible | None], Sight]:
+    """What a holder of the host sees of the devices of these rows, by what its mask names."""
+    names: dict[str, list[int]] = {}
+
+    def sight(visible: Visible | None) -> Sight:
+        if visible is None:  # as it mostly is, so nobody looks for names
+            return EVERYTHING
+        if not names:
+            names.update(names_of((row[0], row[1], row[14], row[11]) for row in rows))
+        return sight_of(visible, names)
+
+    return sight
+
+
+def uuids_of(rows: Iterable[Sequence[Any]]) -> tuple[tuple[int, str | None], ...]:
+    """The key and UUID of the device of each row."""
+    return tuple((row[0], row[14]) for row in rows)
+
+
+def booked_device(host_id: int, row: Sequence[Any]) -> BookedDevice:
+    """The device of a row (id, index, kind, backends, capacity, reserved, shares, exclusive, exclusive_only, state,
+    withheld, is_slice, island, fault, UUID)."""
     return BookedDevice(
         id=row[0],
         host_id=host_id,
@@ -112,6 +140,10 @@ def booked_device(host_id: int, row: list[Any]) -> BookedDevice:
         exclusive=row[7],
         exclusive_only=row[8],
         state=_STATES[row[9]],
+        withheld_bytes=row[10],
+        is_slice=row[11],
+        island=row[12],
+        fault=row[13],
     )
 
 
@@ -120,7 +152,7 @@ def _backends(names: tuple[str, ...]) -> frozenset[Backend]:
     return frozenset(map(Backend, names))
 
 
-def _waiting_unit(hosts: tuple[int, ...], row: list[Any]) -> WaitingUnit:
+def _waiting_unit(hosts: tuple[int, ...], row: list[Any], sight: Callable[[Visible | None], Sight]) -> WaitingUnit:
     members = row[12] or ()
     return WaitingUnit(
         waiter=Waiter(
@@ -128,7 +160,7 @@ def _waiting_unit(hosts: tuple[int, ...], row: list[Any]) -> WaitingUnit:
             priority=row[1],
             age=row[2],
             hosts=hosts if row[6] is None else (row[6],),
-            requests=tuple(from_row(member[3:]) for member in members),
+            requests=asked_by((from_row(member[3:]) for member in members), sight(row[13])),
             bypassed=row[3],
             shape=row[4],
             operator=row[5],

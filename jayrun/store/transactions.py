@@ -20,6 +20,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
+from uuid import UUID
 
 import psycopg
 from psycopg import ClientCursor
@@ -111,8 +112,8 @@ class Book:
         self.patience_seconds = patience_seconds
         self._engine = connect_engine(url, role=role, instance=instance)
         self._connections = Connections(self._engine)
-        self.sights: dict[int, Any] = {}
-        """What `store/at_once.py` saw of hosts, by their keys."""
+        self.views: dict[UUID, Any] = {}
+        """What `store/at_once.py` saw last, by the keys of holders."""
 
     def with_patience(self, seconds: float) -> Book:
         """The same Book, on the same connections, that replays lost connections for so long."""

@@ -561,7 +561,8 @@ CREATE FUNCTION jayrun.picture(
     the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
     the_holder uuid,
     OUT bypass_limit integer, OUT grants_per_batch integer, OUT devices json, OUT elsewhere boolean, OUT waiting json,
-    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json, OUT own_alive boolean)
+    OUT workers json, OUT own_state text, OUT own_unit json, OUT own_lease json, OUT own_alive boolean,
+    OUT own_visible jsonb)
 LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 DECLARE
@@ -574,17 +575,19 @@ BEGIN
     -- the asking holder from here on makes this admission start anew (jayrun.holder_ends); of another boot than its
     -- host, it runs on a machine whose place another has taken.
     SELECT s.bypass_limit, s.grants_per_batch, EXISTS (SELECT FROM jayrun.hosts x WHERE x.id <> the_host), x.is_silent,
-        (SELECT o.state || '' = 'alive' AND o.boot_id = h.boot_id FROM jayrun.holders o WHERE o.id = the_holder),
+        o.state || '' = 'alive' AND o.boot_id = h.boot_id, o.visible,
         (SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes,
                                           d.share_count, d.exclusive_count > 0, d.exclusive_only,
-                                          CASE WHEN x.is_silent THEN 'offline' ELSE d.state END, d.device_uuid)
+                                          CASE WHEN x.is_silent OR d.fault IS NOT NULL THEN 'offline' ELSE d.state END,
+                                          d.withheld_bytes, d.parent_uuid IS NOT NULL, d.island, d.fault, d.device_uuid)
                          ORDER BY d.kind, d.host_index)
          FROM jayrun.devices d WHERE d.host_id = the_host AND d.removed_at IS NULL)
-    INTO bypass_limit, grants_per_batch, elsewhere, is_silent, own_alive, devices
+    INTO bypass_limit, grants_per_batch, elsewhere, is_silent, own_alive, own_visible, devices
     FROM jayrun.settings s CROSS JOIN LATERAL (SELECT * FROM jayrun.hosts WHERE id = the_host OFFSET 0) h
     CROSS JOIN LATERAL (
         SELECT the_holder IS NULL AND h.seen_at < clock_timestamp() - make_interval(secs => s.holder_ttl_seconds)
-               AS is_silent OFFSET 0) x;
+               AS is_silent OFFSET 0) x
+    LEFT JOIN LATERAL (SELECT * FROM jayrun.holders WHERE id = the_holder OFFSET 0) o ON true;
     -- The first waiters of every shape (a loose index scan finds the shapes), at most so many of each: equal ones are
     -- equally served or not, and those further behind are reached when those before them have gone.
     IF EXISTS (SELECT FROM jayrun.executions w
@@ -602,7 +605,7 @@ BEGIN
             FROM shapes s WHERE s.shape IS NOT NULL)
         SELECT json_agg(json_build_array(w.id, w.priority, w.age, w.bypassed, w.shape,
                                          CASE WHEN w.detached THEN w.name END, w.host_id, w.holder_id, o.boot_id,
-                                         o.pid_namespace, o.pid, o.start_ticks, m.requests, most.bypassed))
+                                         o.pid_namespace, o.pid, o.start_ticks, m.requests, o.visible, most.bypassed))
         INTO waiting
         FROM shapes
         CROSS JOIN LATERAL (  -- of those that one batch may reach; by the same index, in the same order
@@ -623,7 +626,8 @@ BEGIN
             FROM jayrun.executions m CROSS JOIN LATERAL (  -- OFFSET 0: for each by its key, and not as a join
                 SELECT * FROM jayrun.placement_requests WHERE execution_id = m.id OFFSET 0) q
             WHERE m.unit_id = w.id AND m.state || '' = 'waiting') m;
-        SELECT json_agg(json_build_array(o.id, o.operators, o.boot_id, o.pid_namespace, o.pid, o.start_ticks)
+        SELECT json_agg(json_build_array(o.id, o.operators, o.boot_id, o.pid_namespace, o.pid, o.start_ticks,
+                                         o.visible)
                         ORDER BY o.registered_at)
         INTO workers
         FROM jayrun.holders o
@@ -737,34 +741,38 @@ BEGIN
 END $f$;
 COMMENT ON FUNCTION jayrun.write_pass IS 'Behind the gate: writes what one admission decided; returns the new leases';
 
-CREATE FUNCTION jayrun.glance(the_host bigint, OUT devices text, OUT somebody_waits boolean) LANGUAGE plpgsql STABLE
+CREATE FUNCTION jayrun.glance(the_host bigint, the_holder uuid, OUT seen text, OUT somebody_waits boolean)
+LANGUAGE plpgsql STABLE
 SET enable_seqscan = off AS $f$
 BEGIN
-    SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes, d.reserved_bytes - f.bytes,
-                                     d.share_count - f.shares, d.exclusive_count > f.exclusives, d.exclusive_only,
-                                     d.state, d.device_uuid)
-                    ORDER BY d.kind, d.host_index)
-    INTO devices
-    FROM jayrun.devices d CROSS JOIN LATERAL (
-        SELECT coalesce(sum(s.memory_bytes), 0)::bigint AS bytes, count(*) AS shares,
-               count(*) FILTER (WHERE s.exclusive) AS exclusives
-        FROM jayrun.lease_shares s
-        WHERE s.device_id = d.id AND s.ended_at IS NOT NULL AND s.folded_at IS NULL OFFSET 0) f
-    WHERE d.host_id = the_host AND d.removed_at IS NULL;
+    seen := json_build_array(
+        (SELECT json_agg(json_build_array(d.id, d.host_index, d.kind, d.backends, d.capacity_bytes,
+                                          d.reserved_bytes - f.bytes, d.share_count - f.shares,
+                                          d.exclusive_count > f.exclusives, d.exclusive_only,
+                                          CASE WHEN d.fault IS NULL THEN d.state ELSE 'offline' END,
+                                          d.withheld_bytes, d.parent_uuid IS NOT NULL, d.island, d.fault, d.device_uuid)
+                         ORDER BY d.kind, d.host_index)
+         FROM jayrun.devices d CROSS JOIN LATERAL (
+             SELECT coalesce(sum(s.memory_bytes), 0)::bigint AS bytes, count(*) AS shares,
+                    count(*) FILTER (WHERE s.exclusive) AS exclusives
+             FROM jayrun.lease_shares s
+             WHERE s.device_id = d.id AND s.ended_at IS NOT NULL AND s.folded_at IS NULL OFFSET 0) f
+         WHERE d.host_id = the_host AND d.removed_at IS NULL),
+        (SELECT o.visible FROM jayrun.holders o WHERE o.id = the_holder));
     somebody_waits := EXISTS (SELECT FROM jayrun.executions w
                               WHERE w.state = 'waiting' AND w.id = w.unit_id AND w.queue_id IN (0, the_host));
 END $f$;
 COMMENT ON FUNCTION jayrun.glance IS
-    'Before the gate: the devices of a host with all that has ended folded, as text, and whether anybody waits there';
+    'Before the gate: the devices of a host with all that has ended folded and what the holder''s mask shows of them, as text, and whether anybody waits there';
 
 CREATE FUNCTION jayrun.grant_at_once(
     the_host bigint, the_holder uuid, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
-    is_new boolean, seen text, d jsonb, OUT lease_epoch bigint)
+    is_new boolean, last_seen text, d jsonb, OUT lease_epoch bigint)
 LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 DECLARE
     r record;
-    now text;
+    seen text;
 BEGIN
     UPDATE jayrun.lease_shares SET folded_at = clock_timestamp()
     WHERE ended_at IS NOT NULL AND folded_at IS NULL
@@ -781,21 +789,26 @@ BEGIN
                   AND l.invocation = the_invocation) THEN
         RETURN;
     END IF;
-    IF seen IS NOT NULL THEN
-        SELECT json_agg(json_build_array(x.id, x.host_index, x.kind, x.backends, x.capacity_bytes, x.reserved_bytes,
-                                         x.share_count, x.exclusive_count > 0, x.exclusive_only, x.state, x.device_uuid)
-                        ORDER BY x.kind, x.host_index)
-        INTO now FROM jayrun.devices x WHERE x.host_id = the_host AND x.removed_at IS NULL;
-        IF now IS DISTINCT FROM seen THEN
+    IF last_seen IS NOT NULL THEN
+        seen := json_build_array(
+            (SELECT json_agg(json_build_array(x.id, x.host_index, x.kind, x.backends, x.capacity_bytes, x.reserved_bytes,
+                                              x.share_count, x.exclusive_count > 0, x.exclusive_only,
+                                              CASE WHEN x.fault IS NULL THEN x.state ELSE 'offline' END,
+                                              x.withheld_bytes, x.parent_uuid IS NOT NULL, x.island, x.fault, x.device_uuid)
+                             ORDER BY x.kind, x.host_index)
+             FROM jayrun.devices x WHERE x.host_id = the_host AND x.removed_at IS NULL),
+            (SELECT o.visible FROM jayrun.holders o WHERE o.id = the_holder));
+        IF seen <> last_seen THEN
             RETURN;
         END IF;
     ELSE
         FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'shares') AS x (device_id bigint, memory_bytes bigint, exclusive boolean) LOOP
             IF NOT EXISTS (
                 SELECT FROM jayrun.devices v
-                WHERE v.id = r.device_id AND v.state || '' = 'online' AND v.removed_at IS NULL
-                  AND (v.share_count = 0 OR NOT r.exclusive) AND v.exclusive_count = 0 AND v.exclusive_only <= r.exclusive
-                  AND v.reserved_bytes + r.memory_bytes <= v.capacity_bytes) THEN
+                WHERE v.id = r.device_id AND v.state || '' = 'online' AND v.fault IS NULL AND v.removed_at IS NULL
+                  AND (v.share_count = 0 AND v.withheld_bytes = 0 OR NOT r.exclusive)
+                  AND v.exclusive_count = 0 AND v.exclusive_only <= r.exclusive
+                  AND v.reserved_bytes + v.withheld_bytes + r.memory_bytes <= v.capacity_bytes) THEN
                 RETURN;
             END IF;
         END LOOP;
@@ -803,7 +816,7 @@ BEGIN
     SELECT w.lease_epoch INTO lease_epoch FROM jayrun.write_pass(d) w;
 END $f$;
 COMMENT ON FUNCTION jayrun.grant_at_once IS
-    'Behind the gate: grants what was decided before it, if nobody waits and the devices still are what was seen; or, if that is not said, if the shares still fit';
+    'Behind the gate: grants what was decided before it, if nobody waits and the devices still are what was last seen; or, if that is not said, if the shares still fit';
 
 CREATE FUNCTION jayrun.leave(
     the_holder uuid, lease_ids uuid[], lease_epochs bigint[], holds integer[], reason text) RETURNS void LANGUAGE plpgsql
@@ -1063,11 +1076,12 @@ CREATE VIEW jayrun_audit.capacity AS
 SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, w.state,
        d.exclusive_only, d.capacity_bytes, s.reserved_bytes,
        CASE WHEN s.exclusively_leased OR w.state <> 'online' THEN 0
-            ELSE greatest(d.capacity_bytes - s.reserved_bytes, 0) END AS free_bytes,
-       s.leases, s.exclusively_leased, d.host_id, d.id AS device_key
+            ELSE greatest(d.capacity_bytes - s.reserved_bytes - d.withheld_bytes, 0) END AS free_bytes,
+       s.leases, s.exclusively_leased, d.host_id, d.id AS device_key, d.withheld_bytes, d.fault, d.parent_uuid
 FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
 CROSS JOIN LATERAL (
-    SELECT CASE WHEN h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) THEN 'offline'
+    SELECT CASE WHEN d.fault IS NOT NULL
+                     OR h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) THEN 'offline'
                 ELSE d.state END AS state
     FROM jayrun.settings b) w
 CROSS JOIN LATERAL (
@@ -1076,7 +1090,7 @@ CROSS JOIN LATERAL (
     FROM jayrun.lease_shares WHERE device_id = d.id AND folded_at IS NULL AND ended_at IS NULL) s
 WHERE d.removed_at IS NULL;
 COMMENT ON VIEW jayrun_audit.capacity IS
-    'Every declared device: its capacity, what its live leases reserve, and what could be granted now; offline while its host is silent';
+    'Every declared device: its capacity, what its live leases reserve, and what could be granted now; offline while its host is silent or the hardware is at fault';
 
 CREATE VIEW jayrun_audit.hosts AS
 SELECT h.name AS host, h.identity,
@@ -1135,7 +1149,8 @@ SELECT row_number() OVER (PARTITION BY w.queue_id ORDER BY w.priority DESC, w.ag
             WHEN w.detached AND NOT EXISTS (
                 SELECT FROM jayrun.holders k WHERE k.state = 'alive' AND w.name = ANY (k.operators)
                 AND (w.host_id IS NULL OR k.host_id = w.host_id)) THEN 'no running worker knows operator ' || w.name
-            ELSE coalesce(f.devices, 'no such device is declared') END AS reason,
+            ELSE coalesce(f.devices, CASE WHEN o.visible IS NULL THEN 'no such device is declared'
+                                     ELSE 'no such device is visible to its process' END) END AS reason,
        w.bypassed, w.dormant, o.pid, coalesce(o.user_name, w.user_name) AS "user", coalesce(o.label, w.label) AS label,
        w.waiting_since,
        clock_timestamp() - w.waiting_since AS waiting, w.host_id
@@ -1159,16 +1174,21 @@ CROSS JOIN LATERAL (
     WHERE m.unit_id = w.id AND m.state = 'waiting') r
 LEFT JOIN LATERAL (
     SELECT string_agg(CASE WHEN w.host_id IS NULL THEN d.host || ' ' ELSE '' END || d.device || ' ' || d.device_id || ': '
-               || CASE WHEN d.state <> 'online' THEN d.state
+               || CASE WHEN d.state <> 'online' THEN d.state || coalesce(': ' || d.fault, '')
                        WHEN d.exclusively_leased THEN 'exclusively leased'
-                       ELSE trim_scale(round((d.capacity_bytes - d.reserved_bytes) / 1e9, 3)) || ' of '
+                       ELSE trim_scale(round(d.free_bytes / 1e9, 3)) || ' of '
                             || trim_scale(round(d.capacity_bytes / 1e9, 3)) || ' GB free, '
+                            || CASE WHEN d.withheld_bytes > 0 THEN
+                                   trim_scale(round(d.withheld_bytes / 1e9, 3)) || ' GB withheld, ' ELSE '' END
                             || d.leases || CASE WHEN d.leases = 1 THEN ' lease' ELSE ' leases' END END,
                '; ' ORDER BY d.host, d.device, d.device_id) AS devices
     FROM jayrun_audit.capacity d
     WHERE (w.host_id IS NULL OR d.host_id = w.host_id)
       AND EXISTS (SELECT FROM unnest(d.backends) b, unnest(ARRAY['*', d.device_id::text]) number
-                  WHERE d.device || '/' || b || ':' || number = ANY (r.wanted))) f ON true
+                  WHERE d.device || '/' || b || ':' || number = ANY (r.wanted)
+                    -- What the mask of its process hides cannot serve it; a mask knows a MIG slice by its UUID only.
+                    AND (o.visible -> b IS NULL OR o.visible -> b ? d.device_uuid
+                         OR (d.parent_uuid IS NULL AND o.visible -> b ? d.device_id::text)))) f ON true
 WHERE w.state = 'waiting' AND w.id = w.unit_id;
 COMMENT ON VIEW jayrun_audit.queue IS
     'Who waits, in the order of admission per host (no host: for any of them), for what, and the state of the devices that could serve it';

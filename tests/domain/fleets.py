@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations, product
 
 from hypothesis import strategies as st
@@ -63,10 +63,17 @@ def accepts(device: BookedDevice, request: Request, share: Share) -> bool:
         and request.backend in device.backends
         and request.device_id in (None, device.host_index)
         and not device.exclusive
-        and not (alone and device.share_count > 0)
+        and not (alone and (device.share_count > 0 or device.withheld_bytes > 0))
         and share.exclusive is alone
-        and device.reserved_bytes + share.memory_bytes <= device.capacity_bytes
+        and device.reserved_bytes + device.withheld_bytes + share.memory_bytes <= device.capacity_bytes
+        and (request.among is None or device.id in request.among)
     )
+
+
+def one_process(shares: Iterable[Share], devices: Sequence[BookedDevice]) -> bool:
+    """Whether one process can use them all: with a MIG slice it can use nothing else."""
+    used = {share.device_id for share in shares}
+    return len(used) <= 1 or not any(device.is_slice for device in devices if device.id in used)
 
 
 def ways(request: Request, devices: Sequence[BookedDevice]) -> Iterator[tuple[tuple[Share, ...], list[BookedDevice]]]:
@@ -82,7 +89,8 @@ def ways(request: Request, devices: Sequence[BookedDevice]) -> Iterator[tuple[tu
                 shares.append(share)
                 after[place] = device.with_share(share)
             else:
-                yield tuple(shares), after
+                if one_process(shares, devices):
+                    yield tuple(shares), after
 
 
 def every_plan(
@@ -94,7 +102,8 @@ def every_plan(
         return
     for shares, after in ways(requests[0], devices):
         for rest, end in every_plan(requests[1:], after):
-            yield (shares, *rest), end
+            if one_process([share for each in (shares, *rest) for share in each], devices):
+                yield (shares, *rest), end
 
 
 def feasible(requests: Sequence[Request], devices: Sequence[BookedDevice]) -> bool:
@@ -121,6 +130,9 @@ def booked_devices(draw: st.DrawFn, most: int = 4, *, host_id: int = 1) -> list[
                 exclusive=shares == 1 and draw(st.booleans()),
                 exclusive_only=draw(st.sampled_from([False, False, False, True])),
                 state=draw(states),
+                withheld_bytes=draw(st.sampled_from([0, 0, 0, 1, 3])),
+                is_slice=draw(st.sampled_from([False, False, False, True])),
+                island=draw(st.sampled_from([None, 0, 0, 1, 1, 2])),
             )
         )
     return draw(st.permutations(devices))
@@ -132,7 +144,8 @@ def any_request(draw: st.DrawFn, most: int = 3) -> Request:
     exclusive = draw(st.sampled_from([False, False, True]))
     kind = draw(st.sampled_from([Device.GPU, Device.GPU, Device.GPU, Device.TPU]))
     backend = draw(st.sampled_from([Backend.CUDA, Backend.CUDA, Backend.OPENCL]))
-    asked = {"device": kind, "backend": backend, "exclusive": exclusive}
+    among = draw(st.sampled_from([None, None, None, frozenset({100, 102, 200}), frozenset({101})]))
+    asked = {"device": kind, "backend": backend, "exclusive": exclusive, "among": among}
     if draw(st.booleans()):
         pinned = draw(st.sampled_from([None, None, 0, 1, 2]))
         return one(draw(st.integers(0 if exclusive else 1, 7)), device_id=pinned, **asked)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from uuid import UUID
 
 from fleets import any_request, one
 from hypothesis import strategies as st
 
-from jayrun.domain.devices import BookedDevice, Share
+from jayrun.domain.devices import Backend, BookedDevice, Share
 from jayrun.domain.fit import is_candidate
 from jayrun.domain.keeping import find_target
-from jayrun.domain.planner import Granted, Impossible, judge, judge_later
+from jayrun.domain.planner import Impossible, judge_later, plan
 from jayrun.domain.queue import Admission, Bypass, Waiter, Worker
 from jayrun.domain.requests import Request
 from jayrun.domain.search import book
 from jayrun.domain.sequence import shape_of
+from jayrun.domain.visible import EVERYTHING, asked_by
 
 Fleet = Mapping[int, Sequence[BookedDevice]]
 Workers = Mapping[int, Sequence[Worker]]
@@ -40,12 +42,19 @@ def waiter(
         recorded=recorded,
         bypassed=bypassed,
         operator=operator,
-        shape=shape_of(hosts, requests, operator),
+        shape=shape_of(hosts, requests, operator, masks_of(requests)),
     )
 
 
-def worker(number: int, *operators: str) -> Worker:
-    return Worker(UUID(int=number), frozenset(operators))
+def masks_of(requests: Sequence[Request]) -> dict[str, list[str]]:
+    """Something that is equal for equal requests only where they are asked for the same devices."""
+    masks = [None if request.among is None else sorted(request.among) for request in requests]
+    return {str(request.backend): [str(masks)] for request in requests} if any(masks) else {}
+
+
+def worker(number: int, *operators: str, sees: Sequence[int] | None = None) -> Worker:
+    sight = EVERYTHING if sees is None else ((Backend.CUDA, frozenset(sees)),)
+    return Worker(UUID(int=number), frozenset(operators), sight)
 
 
 def order(each: Waiter) -> tuple[int, int]:
@@ -74,6 +83,9 @@ def queues(draw: st.DrawFn, operators: Sequence[str | None] = (None,)) -> list[W
     waiters = []
     for age in range(draw(st.integers(1, 9))):
         requests = tuple(draw(st.sampled_from(shapes)))
+        operator = draw(st.sampled_from(operators))
+        if operator is not None:  # whatever takes it knows what it sees
+            requests = tuple(replace(request, among=None) for request in requests)
         waiters.append(
             waiter(
                 age,
@@ -82,7 +94,7 @@ def queues(draw: st.DrawFn, operators: Sequence[str | None] = (None,)) -> list[W
                 hosts=draw(hosts),
                 bypassed=draw(st.integers(0, 4)),
                 recorded=draw(st.sampled_from([None, requests, (*requests, one(9))])),
-                operator=draw(st.sampled_from(operators)),
+                operator=operator,
             )
         )
     return draw(st.permutations(waiters))
@@ -91,11 +103,12 @@ def queues(draw: st.DrawFn, operators: Sequence[str | None] = (None,)) -> list[W
 def idle_workers() -> st.SearchStrategy[Workers]:
     """A few workers of the hosts 1 and 2, each of which knows some operators."""
     known = st.frozensets(st.sampled_from(["embed", "train", "other"]))
-    places = st.lists(st.tuples(st.sampled_from([1, 1, 2]), known), max_size=4)
+    sees = st.sampled_from([None, None, [100, 200], [101, 102, 201], []])
+    places = st.lists(st.tuples(st.sampled_from([1, 1, 2]), known, sees), max_size=4)
     return places.map(
         lambda drawn: {
-            host: [worker(number, *operators) for number, (at, operators) in enumerate(drawn) if at == host]
-            for host, _ in drawn
+            host: [worker(number, *knows, sees=sees) for number, (at, knows, sees) in enumerate(drawn) if at == host]
+            for host, _, _ in drawn
         }
     )
 
@@ -112,16 +125,21 @@ def slow_pass(
     idle = {host: list(workers.get(host, ())) for host in fleet}
     grants, impossible, waiting, counts, served = [], set(), [], {}, {}
 
-    def able(each: Waiter, host: int) -> list[Worker]:
-        return sorted((w for w in idle[host] if each.operator in w.operators), key=lambda w: len(w.operators))
+    def able(each: Waiter) -> list[tuple[int, Worker | None, tuple[Request, ...]]]:
+        """Where it might run, by whom, and what that one asks, in the order of preference."""
+        found: list[tuple[int, Worker | None, tuple[Request, ...]]] = []
+        for host in (host for host in each.hosts if host in fleet):
+            if each.operator is None:
+                found.append((host, None, each.requests))
+                continue
+            knowing = [w for w in idle[host] if each.operator in w.operators]
+            knowing.sort(key=lambda w: (len(w.operators), w.sight == EVERYTHING))
+            found += [(host, w, asked_by(each.requests, w.sight)) for w in knowing]
+        return found
 
-    def hosts_of(each: Waiter) -> list[int]:
-        return [host for host in each.hosts if host in fleet and (each.operator is None or able(each, host))]
-
-    def use(each: Waiter, host: int) -> UUID | None:
-        if each.operator is None:
+    def use(host: int, chosen: Worker | None) -> UUID | None:
+        if chosen is None:
             return None
-        chosen = able(each, host)[0]
         idle[host].remove(chosen)
         return chosen.id
 
@@ -131,34 +149,34 @@ def slow_pass(
         for each in waiting:
             if each.bypassed + counts[each.id] >= limit and each.id not in served:
                 targets = [
-                    (found.to_free, place, host, found.plan)
-                    for place, host in enumerate(hosts_of(each))
-                    if (found := find_target(each.requests, now[host], kept[host]))
+                    (found.to_free, place, host, who, found.plan)
+                    for place, (host, who, requests) in enumerate(able(each))
+                    if (found := find_target(requests, now[host], kept[host]))
                 ]
                 if targets:
-                    _, _, host, planned = min(targets, key=lambda target: target[:2])
-                    use(each, host)
+                    _, _, host, who, planned = min(targets, key=lambda target: target[:2])
+                    use(host, who)
                     served[each.id] = Counter()
                     for shares in planned:
                         now[host], kept[host] = book(now[host], shares), book(kept[host], shares)
                         for share in shares:
                             served[each.id][share.device_id] += share.memory_bytes
-        verdicts = {host: judge(asking.requests, now[host], asking.recorded) for host in asking.hosts if host in now}
-        host = next((host for host in hosts_of(asking) if isinstance(verdicts[host], Granted)), None)
-        if host is not None:
-            passed = [each for each in waiting if host in hosts_of(each)]
-            grants.append((asking.id, host, verdicts[host].plan, use(asking, host)))
-            taken = set()
-            for shares in verdicts[host].plan:
-                now[host] = book(now[host], shares)
-                taken |= {share.device_id for share in shares}
-            for each in passed:
+        placed = ((host, who, plan(requests, now[host])) for host, who, requests in able(asking))
+        host, who, planned = next((each for each in placed if each[2] is not None), (0, None, None))
+        if planned is not None:
+            taken = {share.device_id for shares in planned for share in shares}
+            for each in waiting:
                 counts[each.id] += any(
                     is_candidate(request, device)
-                    for request in each.requests
+                    for at, _, requests in able(each)
+                    if at == host
+                    for request in requests
                     for device in now[host]
                     if device.id in taken
                 )
+            grants.append((asking.id, host, planned, use(host, who)))
+            for shares in planned:
+                now[host] = book(now[host], shares)
         elif asking.hosts and all(
             host in now and isinstance(judge_later(asking.recorded or asking.requests, now[host]), Impossible)
             for host in asking.hosts

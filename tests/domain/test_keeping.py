@@ -24,7 +24,8 @@ def to_free(shares: Sequence[Share], now: Sequence[BookedDevice], kept: Sequence
             total += device.reserved_bytes - others_kept.reserved_bytes
             others += device.share_count > others_kept.share_count
         elif mine:
-            total += max(0, device.reserved_bytes + sum(each.memory_bytes for each in mine) - device.capacity_bytes)
+            asked = sum(each.memory_bytes for each in mine)
+            total += max(0, device.reserved_bytes + device.withheld_bytes + asked - device.capacity_bytes)
     return total, others
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
 from time import process_time
 
 import pytest
@@ -18,30 +21,63 @@ from jayrun.domain.units import gigabytes_to_bytes
 many = settings(max_examples=400, deadline=None)
 
 
+def free(device: BookedDevice) -> int:
+    return device.capacity_bytes - device.reserved_bytes - device.withheld_bytes
+
+
+def island(device: BookedDevice) -> object:
+    return (device.id,) if device.island is None else device.island
+
+
 def by_the_rule(request: Request, devices: list[BookedDevice]) -> tuple[Share, ...] | None:
-    """The contract's greedy rule, word by word: best fit, largest share first, lowest host index on ties."""
+    """The contract's greedy rule, word by word: best fit, largest share first, on ties few islands, lowest index."""
     for count in request.counts():
-        unused, taken = list(devices), []
-        for memory_bytes in request.shares(count):
-            able = [
+        unused, taken, used = list(devices), [], set()
+        sizes = request.shares(count)
+        for place, memory_bytes in enumerate(sizes):
+            open_ = [
                 device
                 for device in unused
                 if device.state is DeviceState.ONLINE
                 and device.kind is request.device
                 and request.backend in device.backends
                 and request.device_id in (None, device.host_index)
-                and device.capacity_bytes - device.reserved_bytes >= memory_bytes
                 and not device.exclusive
-                and (device.share_count == 0 or not (request.exclusive or device.exclusive_only))
+                and (
+                    device.share_count == device.withheld_bytes == 0 or not (request.exclusive or device.exclusive_only)
+                )
+                and (request.among is None or device.id in request.among)
+                and not (count > 1 and device.is_slice)
             ]
+            able = [device for device in open_ if free(device) >= memory_bytes]
             if not able:
                 break
-            best = min(able, key=lambda device: (device.capacity_bytes - device.reserved_bytes, device.host_index))
+            tightest = min(map(free, able))
+            tied = sorted((each for each in able if free(each) == tightest), key=lambda each: each.host_index)
+            # So many more are needed, besides those too small for this share that take the smaller ones.
+            smaller = [size for size in sizes[place:] if size < memory_bytes]
+            too_small = [each for each in open_ if sizes[-1] <= free(each) < memory_bytes]
+            best = choose(tied, count - place - min(len(smaller), len(too_small)), used)
+            used.add(island(best))
             unused.remove(best)
             taken.append(Share(best.id, best.host_index, memory_bytes, request.exclusive or best.exclusive_only))
         else:
             return tuple(sorted(taken, key=lambda share: share.host_index))
     return None
+
+
+def choose(tied: list[BookedDevice], wanted: int, used: set[object]) -> BookedDevice:
+    """The next of equally good devices, of which so many are wanted."""
+    if wanted >= len(tied):
+        return tied[0]
+    sizes = Counter(map(island, tied))
+
+    def preference(device: BookedDevice) -> tuple[object, ...]:
+        size = sizes[island(device)]
+        enough = size >= wanted
+        return (island(device) not in used, not enough, size if enough else -size)
+
+    return min(tied, key=lambda device: (*preference(device)[: 1 if island(device) in used else 3], device.host_index))
 
 
 @many
@@ -55,6 +91,32 @@ def test_one_request_is_placed_exactly_by_the_rule(request: Request, devices: li
 @given(any_request(), booked_devices(5))
 def test_the_search_for_sets_begins_with_the_rule_for_one(request: Request, devices: list[BookedDevice]) -> None:
     assert next(Search([request], devices).plans(), None) == plan([request], devices)
+
+
+@many
+@given(st.integers(1, 9), st.integers(1, 6), st.lists(st.integers(0, 3) | st.none(), min_size=1, max_size=7))
+def test_a_group_of_equal_devices_is_on_as_few_islands_as_can_be(
+    shared: int, count: int, islands: list[int | None]
+) -> None:
+    devices = [gpu(index, 9, island=each) for index, each in enumerate(islands)]
+    placed = plan([group(shared, count, count)], devices)
+    assert (placed is None) == (count > len(devices))
+    if placed is not None:
+        chosen = {share.device_id for share in placed[0]}
+        fewest = min(len(set(map(island, some))) for some in combinations(devices, count))
+        assert len({island(device) for device in devices if device.id in chosen}) == fewest
+
+
+@many
+@given(any_request(), booked_devices(5))
+def test_islands_decide_between_equals_only(request: Request, devices: list[BookedDevice]) -> None:
+    memory = {device.id: free(device) for device in devices}
+
+    def left_over(among: list[BookedDevice]) -> list[int] | None:
+        placed = plan([request], among)
+        return None if placed is None else sorted(memory[share.device_id] - share.memory_bytes for share in placed[0])
+
+    assert left_over(devices) == left_over([replace(device, island=None) for device in devices])
 
 
 @many
@@ -282,3 +344,92 @@ def test_other_kinds_and_backends_are_no_candidates() -> None:
     assert isinstance(verdict, Impossible)
     assert "tpu 0: 80 GB, xla: no gpu" in verdict.reason
     assert "gpu 1: 80 GB, rocm: no cuda" in verdict.reason
+
+
+def pairs(**facts: object) -> list[BookedDevice]:
+    """Eight equal GPUs, each two of them linked by NVLink: 0 and 4, 1 and 5, and so on; device N with those facts."""
+    return [gpu(index, island=index % 4, **facts.get(f"gpu{index}", {})) for index in range(8)]
+
+
+def indexes(placed: tuple[tuple[Share, ...], ...] | None) -> list[int]:
+    assert placed is not None
+    return [share.host_index for shares in placed for share in shares]
+
+
+@pytest.mark.parametrize("shared", [40 * GB, 40 * GB + 1])
+def test_two_devices_are_a_linked_pair_and_four_are_two_pairs(shared: int) -> None:
+    assert indexes(plan([group(shared, 2, 2)], pairs())) == [0, 4]
+    assert indexes(plan([group(shared, 4, 4)], pairs())) == [0, 1, 4, 5]
+    twice = [group(shared, 2, 2, exclusive=True)] * 2
+    assert indexes(plan(twice, pairs())) == [0, 4, 1, 5]
+
+
+def test_a_pair_of_which_one_is_busy_is_left_for_who_asks_for_one() -> None:
+    devices = pairs(gpu0={"share_count": 1, "exclusive": True})
+    assert indexes(plan([group(40 * GB, 2, 2)], devices)) == [1, 5]
+    # The third device is the one whose partner is busy, and no pair is broken for it.
+    assert indexes(plan([group(40 * GB, 3, 3)], devices)) == [1, 4, 5]
+    full = [gpu(index, island=index % 4, reserved_bytes=80 * GB * (index in (0, 5))) for index in range(8)]
+    assert indexes(plan([group(40 * GB, 2, 2)], full)) == [2, 6]
+
+
+def test_the_tightest_devices_come_before_linked_ones() -> None:
+    devices = pairs(gpu0={"reserved_bytes": 20 * GB}, gpu1={"reserved_bytes": 30 * GB})
+    assert indexes(plan([group(40 * GB, 2, 2)], devices)) == [0, 1]
+    # One tight device is taken by the rule, and the other one is its partner.
+    assert indexes(plan([group(40 * GB, 2, 2)], pairs(gpu7={"reserved_bytes": 30 * GB}))) == [3, 7]
+
+
+def slices(count: int, capacity_bytes: int = 10 * GB) -> list[BookedDevice]:
+    return [gpu(10 + index, capacity_bytes, is_slice=True) for index in range(count)]
+
+
+def test_a_plan_with_a_slice_has_nothing_else() -> None:
+    devices = [*slices(7), gpu(0)]
+    assert indexes(plan([one(8 * GB)], devices)) == [10]
+    assert indexes(plan([one(4 * GB), one(4 * GB)], devices)) == [10, 10]
+    assert indexes(plan([one(8 * GB), one(8 * GB)], devices)) == [0, 0]
+    assert plan([group(8 * GB, 2, 2)], devices) is None
+    assert indexes(plan([group(8 * GB, 1, 2, prefer_max_devices=True)], devices)) == [10]
+    assert plan([one(4 * GB, device_id=10), one(4 * GB, device_id=11)], devices) is None
+    verdict = judge([one(8 * GB)] * 2, slices(7))
+    assert isinstance(verdict, Impossible)
+    assert "gpu 10: 10 GB, cuda: MIG slice: a process gets one alone" in verdict.reason
+    verdict = judge([group(8 * GB, 2, 2)], slices(7))
+    assert isinstance(verdict, Impossible)
+    assert "gpu 16: 10 GB, cuda: MIG slice: a process gets one alone" in verdict.reason
+
+
+def test_many_slices_are_no_long_search() -> None:
+    devices = [gpu(index, 10 + index, reserved_bytes=index, is_slice=True) for index in range(56)]
+    started = process_time()
+    assert isinstance(judge([one(9)] * 16, devices), Impossible)
+    assert process_time() - started < 0.5
+
+
+def test_groups_on_islands_are_no_long_search() -> None:
+    devices = [gpu(index, 60 + index // 4, island=index // 4) for index in range(32)]
+    started = process_time()
+    assert isinstance(judge([group(50 * 3 + 1, 3, 3, exclusive=True)] * 11, devices), Impossible)
+    assert process_time() - started < 0.5
+
+
+def test_what_is_withheld_is_not_granted_but_may_come_back() -> None:
+    device = gpu(0, 80, 30, withheld_bytes=20)
+    assert plan([one(30)], [device]) is not None
+    assert judge([one(31)], [device]) == Unavailable()
+    assert judge([one(80)], [device]) == Unavailable()
+    assert isinstance(judge([one(81)], [device]), Impossible)
+    assert judge([one(1, exclusive=True)], [gpu(0, 80, withheld_bytes=1)]) == Unavailable()
+    assert gpu(0, 10, 8, withheld_bytes=8).free_bytes == -6
+    assert plan([one(1)], [gpu(0, 10, 8, withheld_bytes=8)]) is None
+
+
+def test_a_mask_hides_devices_from_one_process_only() -> None:
+    devices = [gpu(0, 80, 10), gpu(1, 80)]
+    assert indexes(plan([one(10, among=frozenset({101}))], devices)) == [1]
+    assert plan([group(2, 2, 2, among=frozenset({101}))], devices) is None
+    verdict = judge([one(10, among=frozenset())], devices)
+    assert isinstance(verdict, Impossible)
+    assert "gpu 1: 80 B, cuda: not visible to the process (its mask: cuda nothing)" in verdict.reason
+    assert indexes(plan([one(40, among=frozenset({101})), one(70)], devices)) == [1, 0]

@@ -186,3 +186,41 @@ def test_thousands_of_equal_waiters_are_examined_once(bypassed: int, idle: int, 
     admission = admit(waiters, {1: [gpu(0, 80, 80 - room)]}, workers=workers, bypass_limit=16, batch=99)
     assert process_time() - started < 0.5
     assert granted(admission) == list(range(min(idle, room)))
+
+
+def test_a_worker_gets_only_what_it_can_see() -> None:
+    fleet = {1: [gpu(0, 80, 80), gpu(1, 80)]}
+    waiters = [waiter(age, one(30), operator="train") for age in range(3)]
+    blind, seeing = worker(1, "train", sees=[100]), worker(2, "train", sees=[101])
+    admission = admit(waiters, fleet, workers={1: [blind, seeing]}, bypass_limit=16, batch=9)
+    assert [(grant.id.int, grant.worker) for grant in admission.grants] == [(0, UUID(int=2))]
+    assert admission.impossible == {}
+    # Who sees all can take what others cannot, so it comes last.
+    admission = admit(waiters, fleet, workers={1: [worker(3, "train"), blind, seeing]}, bypass_limit=16, batch=9)
+    assert [(grant.id.int, grant.worker) for grant in admission.grants] == [(0, UUID(int=2)), (1, UUID(int=3))]
+
+
+def test_nothing_is_kept_or_bypassed_where_no_worker_sees_it() -> None:
+    fleet = {1: [gpu(0, 80, 80), gpu(1, 80, 20)]}
+    big = waiter(0, one(80), operator="train", bypassed=16)
+    waiters = [big, *(waiter(age, one(10)) for age in range(1, 4))]
+    for sees, served, kept in [
+        ([100], [1, 2, 3], (Kept(UUID(int=0), 1, 100, 80),)),
+        ([101], [], (Kept(UUID(int=0), 1, 101, 80),)),
+        ([], [1, 2, 3], ()),
+    ]:
+        admission = admit(waiters, fleet, workers={1: [worker(1, "train", sees=sees)]}, bypass_limit=16, batch=9)
+        assert granted(admission) == served
+        assert admission.kept == kept
+        assert admission.bypasses == ()
+    fresh = replace(big, bypassed=0)
+    hidden = admit([fresh, *waiters[1:]], fleet, workers={1: [worker(1, "train", sees=[100])]}, bypass_limit=9, batch=9)
+    assert (granted(hidden), hidden.bypasses) == ([1, 2, 3], ())
+    seen = admit([fresh, *waiters[1:]], fleet, workers={1: [worker(1, "train", sees=[101])]}, bypass_limit=9, batch=9)
+    assert times_bypassed(fresh, seen.bypasses) == 3
+
+
+def test_impossible_is_judged_by_all_devices_and_not_by_what_workers_see() -> None:
+    waiters = [waiter(1, one(80), operator="train"), waiter(2, one(81), operator="train")]
+    blind = {1: [worker(1, "train", sees=[])]}
+    assert set(admit(waiters, {1: [gpu(0, 80)]}, workers=blind, bypass_limit=16, batch=9).impossible) == {UUID(int=2)}

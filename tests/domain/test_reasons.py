@@ -91,24 +91,41 @@ def test_a_large_fleet_is_not_listed_without_end() -> None:
         (one(GB), gpu(0, share_count=1, exclusive=True), "held by an exclusive lease"),
         (one(GB, exclusive=True), gpu(0, share_count=1), "asked for exclusively, but carries 1 lease"),
         (one(GB), gpu(0, share_count=2, exclusive_only=True), "an exclusive-only device, but carries 2 leases"),
+        (one(GB), gpu(0, state=DeviceState.OFFLINE, fault="lost (Xid 79)"), "offline: lost (Xid 79)"),
         (one(GB, backend=Backend.XPU), gpu(0), "no xpu"),
+        (one(GB, among=frozenset({101})), gpu(0), "not visible to the process (its mask: cuda nothing)"),
+        (one(GB, among=frozenset({100})), gpu(0), None),
+        (group(GB, 2, 2), gpu(0, is_slice=True), "MIG slice: a process gets one alone"),
+        (group(2 * GB, 1, 2), gpu(0, GB, is_slice=True), "1 GB free, needs 2 GB"),
+        (
+            one(20 * GB),
+            gpu(0, reserved_bytes=50 * GB, withheld_bytes=20 * GB),
+            "10 GB free, needs 20 GB; 20 GB withheld (used by processes without a lease, or in quarantine)",
+        ),
+        (
+            one(GB, exclusive=True),
+            gpu(0, withheld_bytes=GB),
+            "asked for exclusively, but 1 GB withheld (used by processes without a lease, or in quarantine)",
+        ),
         (one(GB, device=Device.TPU), gpu(0), "no tpu"),
         (one(GB, device_id=1), gpu(0, backends=CUDA), "not device_id 1"),
     ],
 )
 def test_what_a_device_lacks_now(request_: Request, device: BookedDevice, text: str | None) -> None:
-    assert unmet(request_, device) == text
+    assert unmet(request_, device, [device]) == text
 
 
 @settings(max_examples=200, deadline=None)
 @given(any_request(), booked_devices())
 def test_nothing_lacks_when_and_only_when_one_share_would_fit(request: Request, devices: list[BookedDevice]) -> None:
-    smallest = one(
-        request.shares(request.max_devices)[-1],
-        device=request.device,
-        backend=request.backend,
-        exclusive=request.exclusive,
-        device_id=request.device_id,
-    )
     for device in devices:
-        assert (unmet(request, device) is None) == (plan([smallest], [device]) is not None)
+        smallest = one(
+            request.shares(1 if device.is_slice else request.max_devices)[-1],
+            device=request.device,
+            backend=request.backend,
+            exclusive=request.exclusive,
+            device_id=request.device_id,
+            among=request.among,
+        )
+        takes = plan([smallest], [device]) is not None and not (device.is_slice and request.min_devices > 1)
+        assert (unmet(request, device, devices) is None) == takes

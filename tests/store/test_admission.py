@@ -132,7 +132,7 @@ def test_asking_again_while_parked_stays_parked(book: Book) -> None:
 @pytest.mark.parametrize("crowded", [False, True], ids=["at once", "behind the gate"])
 def test_a_lost_answer_to_commit_is_found_again(book: Book, sql: psycopg.Connection, crowded: bool) -> None:
     stage = scene(book, gpus(1))
-    at_once.note(book, stage.host_id, is_crowded=crowded)
+    at_once.note(book, stage.holder.id, is_crowded=crowded)
     cut = []
 
     def lose_the_answer() -> None:
@@ -190,7 +190,7 @@ def test_a_serialization_failure_replays_the_whole_unit(
     book: Book, sql: psycopg.Connection, crowded: bool, where: str
 ) -> None:
     stage = scene(book, gpus(1))
-    at_once.note(book, stage.host_id, is_crowded=crowded)
+    at_once.note(book, stage.holder.id, is_crowded=crowded)
     first = stage.granted(cuda(10))
     leases.release(book, stage.host_id, stage.holder.id, [(first.id, first.epoch)])
     sql.execute(REFUSE_ONCE)
@@ -270,7 +270,7 @@ def test_an_ask_that_gets_nothing_still_serves_whom_its_fold_made_room_for(
 def test_an_ask_queues_behind_an_open_admission_and_sees_what_it_did(book: Book) -> None:
     """Two asks for the last device at once: the second waits at the gate, then decides on a fresh picture."""
     stage = scene(book, gpus(1))
-    at_once.note(book, stage.host_id, is_crowded=True)
+    at_once.note(book, stage.holder.id, is_crowded=True)
     inside, go_on = threading.Event(), threading.Event()
     outcomes: list[Any] = []
 

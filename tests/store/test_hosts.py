@@ -642,12 +642,12 @@ def test_who_was_ended_is_admitted_nothing(book: Book, sql: Sql, full: bool) -> 
 def test_who_is_ended_while_it_asks_is_admitted_nothing(book: Book, sql: Sql, url: str, full: bool) -> None:
     """Between the look behind the gate and what is written, at each look."""
     here = scene(book, gpus(1))
-    at_once.note(book, here.host_id, is_crowded=True)
     if full:
         here.granted(cuda(24))
     looks = 0
     hand = Book(url, role="test")
     doomed = holders.register(book, here.host_id, role="runtime")
+    at_once.note(book, doomed.id, is_crowded=True)
     last = 2 if full else 1  # a full device is looked at once more after the dead were judged
 
     def end_it() -> None:

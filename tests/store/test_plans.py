@@ -98,14 +98,14 @@ def test_an_ask_that_nobody_stands_before_reads_few_rows(book: Book, sql: psycop
     with probes.arm("reserve.loaded", lambda: reserved.append("behind the gate")):
         for steady in (False, True):  # with a look before the gate, and without
             for _ in range(10):
-                book.sights[stage.host_id] = at_once.Sight() if not steady else book.sights[stage.host_id]
+                book.views[stage.holder.id] = at_once.View() if not steady else book.views[stage.holder.id]
                 cycle()
         psycopg.ClientCursor(sql).execute(GROWTH, {"host": stage.host_id, "holder": stage.holder.id})
         if analysed == "when grown":
             sql.execute("ANALYZE")
         for steady in (True, False):
             if not steady:
-                book.sights[stage.host_id] = at_once.Sight()
+                book.views[stage.holder.id] = at_once.View()
             book.value(FLUSH)
             before = read(sql)
             cycle()

@@ -14,7 +14,7 @@ Sql = psycopg.Connection[tuple[Any, ...]]
 COLUMNS = {
     "capacity": (
         "host device_id device backends device_uuid name state exclusive_only capacity_bytes reserved_bytes free_bytes"
-        " leases exclusively_leased host_id device_key"
+        " leases exclusively_leased host_id device_key withheld_bytes fault parent_uuid"
     ),
     "leases": (
         "id epoch host device_ids memory_bytes exclusive execution kind execution_id pid user label command granted_at"
