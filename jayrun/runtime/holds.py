@@ -17,6 +17,8 @@ from typing import TypeAlias
 from uuid import UUID
 from weakref import WeakValueDictionary
 
+from jayrun.devices.visible import Sight
+from jayrun.domain.devices import Backend, Device
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost
 from jayrun.store.leases import Finished, Held
@@ -36,6 +38,7 @@ class Outbox:
         self.held: dict[tuple[UUID, int], Held] = {}  # the same without touching them: who looks must not keep them
         self.lent: dict[tuple[UUID, int], tuple[float, Hold]] = {}  # since when, on this process's monotonic clock
         self.numbers = itertools.count(1)  # of holds that are none of a grant
+        self.sight = Sight()  # by which numbers this process uses the devices of its host
         self.wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -116,6 +119,10 @@ class Hold:
         """Raises `LeaseLost` if the lease is this process's no more."""
         if self.lost is not None:
             raise LeaseLost(self.lost, *self.held[:2])
+
+    def device_id(self, kind: Device, backend: Backend | None, host_index: int, uuid: str | None) -> int | None:
+        """The number by which this process uses a device of its host; None when it cannot see it."""
+        return self._outbox.sight.ordinal(kind, backend, host_index, uuid)
 
     def __deepcopy__(self, memo: object) -> Hold:
         return self  # also for `dataclasses.asdict`

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 from uuid import UUID
 
 from jayrun import kernel
+from jayrun.devices.visible import Sight
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.embedded import ensure
@@ -32,6 +33,7 @@ from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
+from jayrun.runtime.sight import look
 from jayrun.settings import Settings
 from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
@@ -71,18 +73,20 @@ class Wait:
 class Service:
     """The process's connection to one book; made by `service_for`, shared by its Runtimes."""
 
-    def __init__(self, url: str, *, host_identity: str | None, label: str, role: str) -> None:
+    def __init__(self, url: str, *, host_identity: str | None, label: str, role: str, masks: Mapping[str, str]) -> None:
         self.pid = os.getpid()
         self.book = Book(url, role=role, instance=str(self.pid))
         # The thread's own, always at hand, and impatient: it has deadlines to keep.
         self._own_book = Book(url, role=role, instance=str(self.pid), patience_seconds=_THREAD_PATIENCE_SECONDS)
         self.outbox = Outbox()
+        self.masks = masks
         try:
             first = self._own_book.with_patience(0)
             first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
+            self.outbox.sight = look(first, self.host_id, masks)
             self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
             self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
@@ -135,6 +139,16 @@ class Service:
     def holder(self) -> Holder:
         """This process as the book knows it now."""
         return self.presence.holder
+
+    @property
+    def sight(self) -> Sight:
+        """By which numbers this process uses the devices of its host."""
+        return self.outbox.sight
+
+    def look_again(self) -> None:
+        """The book knows more devices than when this process began: see what its mask means now."""
+        self.outbox.sight = look(self.book, self.host_id, self.masks)
+        holders.tell_visible(self.book, self.holder, self.sight.visible)
 
     @property
     def has_stopped(self) -> bool:
@@ -416,15 +430,20 @@ _services: dict[str, Service] = {}
 _services_lock = threading.Lock()
 
 
-def service_for(url: str, *, host_identity: str | None, label: str, role: str = "runtime") -> Service:
-    """The service of this process for the book at `url`, started at the first call, which decides label and role.
+def service_for(
+    url: str, *, host_identity: str | None, label: str, role: str = "runtime", masks: Mapping[str, str] | None = None
+) -> Service:
+    """The service of this process for the book at `url`, started at the first call, which decides label, role, and
+    the masks that limit what the process sees.
 
     Raises `BookUnreachable` and `SchemaMismatch`.
     """
     with _services_lock:
         service = _services.get(url)
         if service is None:
-            service = _services[url] = Service(url, host_identity=host_identity, label=label, role=role)
+            service = _services[url] = Service(
+                url, host_identity=host_identity, label=label, role=role, masks=masks or {}
+            )
         return service
 
 
@@ -442,6 +461,7 @@ def own_service(settings: Settings | None = None, *, url: str | None = None, lab
         url or _own_book(settings),
         host_identity=settings.host_id,
         label=settings.label if label is None else label,
+        masks=settings.masks,
     )
 
 

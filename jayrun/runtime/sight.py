@@ -1,0 +1,45 @@
+"""How this process, or a command that it is going to run, sees the devices of its host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from jayrun.devices.visible import Sight, see
+from jayrun.domain.devices import Backend
+from jayrun.domain.names import Named
+from jayrun.store import devices
+from jayrun.store.transactions import Book
+
+log = logging.getLogger("jayrun")
+
+
+def look(book: Book, host_id: int, masks: Mapping[str, str], *, one_slice: bool = True) -> Sight:
+    """What `masks` leave of the devices that the book has on this host, and of those that the driver shows here.
+
+    The driver is asked only where the book knows UUIDs by which its answer could be told. `one_slice` as in `see`.
+    """
+    fleet = devices.names(book, host_id)
+    sight = see(masks, fleet, _shown() if any(_has_cuda_uuid(each) for each in fleet) else (), one_slice=one_slice)
+    for backend, names in sight.lists.items():
+        mine = [device for device in fleet if backend in device.backends]
+        if (
+            mine
+            and names
+            and not any(name in (device.uuid, str(device.host_index)) for name in names for device in mine)
+        ):
+            log.warning(
+                "of the %s devices that this process sees (%s) the book knows none; `jayrun devices list` shows what "
+                "it knows, `jayrun devices discover` asks the driver",
+                backend,
+                sight.told(backend),
+            )
+    return sight
+
+
+def _has_cuda_uuid(device: Named) -> bool:
+    return device.uuid is not None and Backend.CUDA in device.backends
+
+
+def _shown() -> list[Named]:
+    return []
