@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from jayrun.domain.devices import Backend, Device
 from jayrun.domain.names import Named
@@ -17,6 +18,14 @@ from jayrun.domain.requests import Request
 
 MOST_DEVICES = 4096
 """A number from here on in a mask names no device of any host."""
+
+
+class Mask(StrEnum):
+    """By which names a command is told its devices."""
+
+    UUID = "uuid"
+    INDEX = "index"
+
 
 _VARIABLES = {
     Backend.CUDA: ("CUDA_VISIBLE_DEVICES",),
@@ -203,18 +212,19 @@ def _see_cuda(
 ) -> tuple[str, ...] | None:
     booked = _booked_line(fleet, Device.GPU, Backend.CUDA)
     line = _shown_line(shown) if shown else booked
+    if mask is None and not shown and not (one_slice and booked.slices):
+        return None
     names = line.all() if mask is None else _read_cuda(mask, line)
     if one_slice:
         names = _usable_at_once(names, {name for name, _ in line.slices})
-    if mask is not None:
+    if mask is not None or (one_slice and (booked.slices or line.slices)):
         return names
-    if one_slice and (booked.slices or line.slices):
-        return names
-    # Where nothing limits it, it stays so for devices that the book will know later.
-    usual = {name: booked.ordinal_of(number) for number, name in booked.names.items() if name not in booked.split}
+    # Where the driver limits nothing, nothing is limited for devices either that the book will know later.
     found = {name: ordinal for ordinal, name in enumerate(names)}
-    as_usual = all(found.get(name) == ordinal for name, ordinal in usual.items())
-    return None if as_usual and all(name in found for name, _ in booked.slices) else names
+    counted = {name: booked.ordinal_of(number) for number, name in booked.names.items() if name not in booked.split}
+    all_there = found.keys() >= {*counted, *(name for name, _ in booked.slices)}
+    as_counted = not one_slice or all(found[name] == ordinal for name, ordinal in counted.items() if name in found)
+    return None if all_there and as_counted else names
 
 
 def _usable_at_once(names: tuple[str, ...], slices: set[str]) -> tuple[str, ...]:

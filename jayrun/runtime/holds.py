@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections import deque
@@ -22,6 +23,9 @@ from jayrun.domain.devices import Backend, Device
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost
 from jayrun.store.leases import Finished, Held
+
+
+log = logging.getLogger("jayrun")
 
 
 class Outbox:
@@ -121,8 +125,15 @@ class Hold:
             raise LeaseLost(self.lost, *self.held[:2])
 
     def device_id(self, kind: Device, backend: Backend | None, host_index: int, uuid: str | None) -> int | None:
-        """The number by which this process uses a device of its host; None when it cannot see it."""
-        return self._outbox.sight.ordinal(kind, backend, host_index, uuid)
+        """The number by which this process uses a device of its host; None, and a warning, when it cannot see it."""
+        sight = self._outbox.sight
+        ordinal = sight.ordinal(kind, backend, host_index, uuid)
+        if ordinal is None and backend is not None:
+            log.warning(
+                "lease %s is on %s %d (%s), which this process cannot see (%s): device_id is None here",
+                *(self.held.lease_id, kind, host_index, uuid or "no UUID is known", sight.told(backend)),
+            )
+        return ordinal
 
     def __deepcopy__(self, memo: object) -> Hold:
         return self  # also for `dataclasses.asdict`
