@@ -86,6 +86,7 @@ def run(
     from jayrun.runtime.command import Terms, run_command
     from jayrun.runtime.paused import CannotExecute, PausedChild
     from jayrun.runtime.sight import look
+    from jayrun.store import devices
 
     try:
         request = request_of(gpus, memory_gb, exclusive, device_id, total_memory_gb=total_memory_gb, backend=backend)
@@ -99,7 +100,7 @@ def run(
     try:
         child = PausedChild(command)  # forked before any connection or thread exists
         book, host_id = _open_book(settings)
-        sight = look(book, host_id, settings.masks, one_slice=False)
+        sight = look(devices.names(book, host_id), settings.masks, one_slice=False)
         try:
             if request.backend in sight.lists:  # else the number that a person types is the host's
                 request = sight.booked(request)

@@ -24,7 +24,6 @@ from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost
 from jayrun.store.leases import Finished, Held
 
-
 log = logging.getLogger("jayrun")
 
 

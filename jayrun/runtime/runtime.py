@@ -230,7 +230,7 @@ class Runtime:
     def _add_devices(self, declared: list[RuntimeDevice]) -> None:
         book, host_id = self._service.book, self._service.host_id
         booked_devices.add(book, host_id, declared)
-        self._service.look_again()
+        self._service.look_again(book)
         booked = {(device.kind, device.host_index): device for device in booked_devices.fleet(book, host_id)}
         for each in declared:
             found = booked[each.device, each.device_id]

@@ -35,7 +35,7 @@ from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
 from jayrun.runtime.sight import look
 from jayrun.settings import Settings
-from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
+from jayrun.store import admission, blockers, devices, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
 from jayrun.store.leases import Finished, Held
@@ -86,7 +86,7 @@ class Service:
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
-            self.outbox.sight = look(first, self.host_id, masks)
+            self.outbox.sight = look(devices.names(first, self.host_id), masks)
             self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
             self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
@@ -145,10 +145,12 @@ class Service:
         """By which numbers this process uses the devices of its host."""
         return self.outbox.sight
 
-    def look_again(self) -> None:
-        """The book knows more devices than when this process began: see what its mask means now."""
-        self.outbox.sight = look(self.book, self.host_id, self.masks)
-        holders.tell_visible(self.book, self.holder, self.sight.visible)
+    def look_again(self, book: Book) -> None:
+        """See what the masks mean now, if the book knows other devices than before."""
+        fleet = devices.names(book, self.host_id)
+        if fleet != list(self.sight.fleet):
+            self.outbox.sight = look(fleet, self.masks)
+            holders.tell_visible(book, self.holder, self.sight.visible)
 
     @property
     def has_stopped(self) -> bool:
@@ -259,6 +261,7 @@ class Service:
                 named |= self._listen(tick=tick)
                 if tick:
                     self.resources.publish(self._own_book)
+                    self.look_again(self._own_book)
                 if self.presence.beat(only_waits=self._only_waits, tick=tick):
                     self._listener.close()
                     self._listener = self.book.listen(str(self.holder.id))

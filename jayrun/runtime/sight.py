@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jayrun.devices.visible import Sight, see
 from jayrun.domain.devices import Backend
 from jayrun.domain.names import Named
-from jayrun.store import devices
-from jayrun.store.transactions import Book
 
 log = logging.getLogger("jayrun")
 
 
-def look(book: Book, host_id: int, masks: Mapping[str, str], *, one_slice: bool = True) -> Sight:
-    """What `masks` leave of the devices that the book has on this host, and of those that the driver shows here.
+def look(fleet: Sequence[Named], masks: Mapping[str, str], *, one_slice: bool = True) -> Sight:
+    """What `masks` leave of the `fleet`, the devices that the book has on this host, and of what the driver shows here.
 
     The driver is asked only where the book knows UUIDs by which its answer could be told. `one_slice` as in `see`.
     """
-    fleet = devices.names(book, host_id)
     sight = see(masks, fleet, _shown() if any(_has_cuda_uuid(each) for each in fleet) else (), one_slice=one_slice)
     for backend, names in sight.lists.items():
         mine = [device for device in fleet if backend in device.backends]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -15,12 +16,13 @@ from typing import Any
 
 import psycopg
 import pytest
+from crews import crew_of
 from fleet import MakeRuntime, gpus
 from processes import PATIENCE, until
 from test_waiting import Probe, Take, parked
 
 from jayrun import Data, Operator, Runtime, RuntimeDevice, kernel
-from jayrun.errors import RequestSequenceChanged
+from jayrun.errors import ExecutionFailed, RequestSequenceChanged
 from jayrun.placement import Backend, Device, Placement
 from jayrun.runtime import order
 from jayrun.settings import MASKS, Settings, child_environment
@@ -180,6 +182,37 @@ def test_who_becomes_another_holder_sees_the_same(make_runtime: MakeRuntime, boo
 def test_a_mask_of_any_characters_is_written(make_runtime: MakeRuntime, sql: Sql, host_id: int) -> None:
     make_runtime(settings=masked(CUDA_VISIBLE_DEVICES="GPU-\0x"))
     assert visible(sql)["cuda"][0].startswith("GPU-")
+
+
+def test_what_the_book_learns_later_is_seen_at_the_next_tick(make_runtime: MakeRuntime, book: Book, sql: Sql) -> None:
+    runtime = make_runtime(settings=masked(CUDA_VISIBLE_DEVICES="GPU-c,1"))
+    devices.declare(book, runtime._service.host_id, gpus(4))
+    assert visible(sql) == {"cuda": ["GPU-c"]}
+    sql.execute("UPDATE jayrun.devices SET device_uuid = 'GPU-' || chr(97 + host_index) || '000'")
+    until(lambda: visible(sql) == {"cuda": ["GPU-c000"]})
+    placement = runtime.run(Take, memory_gb=1).placement
+    assert (placement.primary.device_id, placement.primary.host_index) == (0, 2)
+
+
+def test_a_worker_reads_its_mask_too(make_runtime: MakeRuntime, url: str, named: int, tmp_path: Path) -> None:
+    runtime = make_runtime(settings=masked())
+    first, *pinned, refused = [runtime.submit("Where", device_id=number) for number in (None, 0, 1, 2)]
+    with crew_of(url, tmp_path / "log", CUDA_VISIBLE_DEVICES="GPU-d,GPU-b"):
+        assert first.result(PATIENCE) in ([0, 3], [1, 1])
+        assert [each.result(PATIENCE) for each in pinned] == [[0, 3], [1, 1]]
+        with pytest.raises(ExecutionFailed, match="device_id is 2, but this process sees 2 cuda devices"):
+            refused.result(PATIENCE)
+
+
+def test_a_forked_child_sees_by_its_own_mask(make_runtime: MakeRuntime, url: str, sql: Sql, named: int) -> None:
+    make_runtime(settings=masked(CUDA_VISIBLE_DEVICES="3"))
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            placement = Runtime(url, settings=masked(CUDA_VISIBLE_DEVICES="1")).run(Take, memory_gb=1).placement
+            os._exit(10 * placement.primary.device_id + placement.primary.host_index)
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 # --- unpickled elsewhere ---------------------------------------------------------------------------------------------
