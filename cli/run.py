@@ -84,8 +84,8 @@ def run(
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
     """
     from jayrun.runtime.command import Terms, run_command
+    from jayrun.runtime.numbering import look
     from jayrun.runtime.paused import CannotExecute, PausedChild
-    from jayrun.runtime.sight import look
     from jayrun.store import devices
 
     try:
@@ -100,10 +100,10 @@ def run(
     try:
         child = PausedChild(command)  # forked before any connection or thread exists
         book, host_id = _open_book(settings)
-        sight = look(devices.names(book, host_id), settings.masks, one_slice=False)
+        numbering = look(devices.names(book, host_id), settings.masks, one_slice=False)
         try:
-            if request.backend in sight.lists:  # else the number that a person types is the host's
-                request = sight.booked(request)
+            if request.backend in numbering.lists:  # else the number that a person types is the host's
+                request = numbering.booked(request)
         except ValueError as error:
             raise _failure(error, USAGE) from None
         terms = Terms(
@@ -115,7 +115,9 @@ def run(
             mask=mask,
             docker=print_docker_flags,
         )
-        code = run_command(child, book, host_id, terms, sight=sight, command=command, waiting=_Progress(book, request))
+        code = run_command(
+            child, book, host_id, terms, numbering=numbering, command=command, waiting=_Progress(book, request)
+        )
     except CannotExecute as error:
         say(f"jayrun: {error}")
         raise typer.Exit(127 if error.number == errno.ENOENT else 126) from None

@@ -84,8 +84,8 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """How a process sees the devices of its host.
+class Numbering:
+    """By which numbers a process uses the devices of its host.
 
     `lists` are, by backend, the names of what it sees in its own order: a UUID, or the number on the host; a backend
     that is missing is not limited. A name that the book does not know is a hole: a number of the process for something
@@ -166,7 +166,7 @@ class Sight:
 
 def see(
     masks: Mapping[str, str], fleet: Sequence[Named], shown: Sequence[Named] = (), *, one_slice: bool = True
-) -> Sight:
+) -> Numbering:
     """How a process with these `masks` (by the names of their variables) sees the `fleet`, the book's devices of its
     host.
 
@@ -184,7 +184,7 @@ def see(
         lists[Backend.ROCM] = rocm
     if mask := masks.get("ZE_AFFINITY_MASK"):
         lists[Backend.XPU] = _read_affinity(mask, _booked_line(fleet, Device.GPU, Backend.XPU))
-    return Sight(tuple(fleet), lists, masks, tuple(shown))
+    return Numbering(tuple(fleet), lists, masks, tuple(shown))
 
 
 def _booked_line(fleet: Sequence[Named], kind: Device, backend: Backend) -> _Line:

@@ -16,7 +16,7 @@ from typing import assert_never
 from uuid import UUID
 
 from jayrun import kernel, probes
-from jayrun.devices.visible import Mask, Sight
+from jayrun.devices.visible import Mask, Numbering
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.errors import (
@@ -66,13 +66,13 @@ def run_command(
     host_id: int,
     terms: Terms,
     *,
-    sight: Sight,
+    numbering: Numbering,
     command: Sequence[str],
     waiting: Callable[[UUID], None],
 ) -> int:
     """Give `child` its turn, and stay until all that it started has ended; returns its exit code (128 + signal).
 
-    Only devices of `sight`, by the masks that this process inherited, are given to it.
+    Only devices that `numbering` shows, by the masks that this process inherited, are given to it.
 
     `waiting(execution id)` is called now and then while it waits. Raises `PlacementImpossible`, `PlacementTimeout`,
     `CannotExecute` and the book's errors; then the child is gone and nothing is left in the book.
@@ -88,10 +88,10 @@ def run_command(
         label=terms.label,
         command=text,
         incarnation=who,
-        visible=sight.visible,
+        visible=numbering.visible,
     )
     leftovers = Leftovers(child, since_ticks=who.start_ticks)
-    wrapped = _Wrapped(child, leftovers, book, holder, terms, sight, name=os.path.basename(command[0]))
+    wrapped = _Wrapped(child, leftovers, book, holder, terms, numbering, name=os.path.basename(command[0]))
     probes.reach("command.registered")
     try:
         if wrapped.take_turn(waiting):
@@ -116,7 +116,7 @@ class _Wrapped:
         book: Book,
         holder: Holder,
         terms: Terms,
-        sight: Sight,
+        numbering: Numbering,
         *,
         name: str,
     ) -> None:
@@ -127,7 +127,7 @@ class _Wrapped:
         self._outage = Outage(lambda line: say(f"jayrun: {line}"))
         self._holder = holder
         self._terms = terms
-        self._sight = sight
+        self._numbering = numbering
         self._lease: Lease | None = None
         self._own: Holder | None = None  # this process, once it holds the lease too
         self._holders = [holder]
@@ -212,7 +212,7 @@ class _Wrapped:
         """Let the command run. Raises `CannotExecute`."""
         assert self._lease is not None
         request, shares = self._terms.request, self._lease.shares
-        told = environment(request.device, request.backend, self._lease, self._sight, self._terms.mask)
+        told = environment(request.device, request.backend, self._lease, self._numbering, self._terms.mask)
         if self._terms.docker:
             told[DOCKER_VARIABLE] = docker_flags(request.backend, shares, told)
             say(f"jayrun: {DOCKER_VARIABLE}: {told[DOCKER_VARIABLE]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jayrun.descendants import LEASE_VARIABLE
-from jayrun.devices.visible import Mask, Sight
+from jayrun.devices.visible import Mask, Numbering
 from jayrun.domain.devices import Backend, Device
 from jayrun.settings import ORDER_VARIABLE, PCI_ORDER
 from jayrun.store.leases import Lease, LeasedShare
@@ -14,7 +14,7 @@ DOCKER_VARIABLE = "JAYRUN_DOCKER_FLAGS"
 """Options for `docker run`, meant to be split into words by a shell: `docker run $JAYRUN_DOCKER_FLAGS image`."""
 
 
-def environment(device: Device, backend: Backend, lease: Lease, sight: Sight, mask: Mask) -> dict[str, str]:
+def environment(device: Device, backend: Backend, lease: Lease, numbering: Numbering, mask: Mask) -> dict[str, str]:
     """The variables for a command that uses the devices of `lease` by `backend`.
 
     By UUIDs, which mean the same in every order and container, unless numbers are wanted or not all UUIDs are known. A
@@ -22,7 +22,7 @@ def environment(device: Device, backend: Backend, lease: Lease, sight: Sight, ma
     """
     shares = lease.shares
     uuids = [share.device_uuid for share in shares if share.device_uuid is not None]
-    numbers = [str(sight.index(device, backend, share.host_index, share.device_uuid)) for share in shares]
+    numbers = [str(numbering.index(device, backend, share.host_index, share.device_uuid)) for share in shares]
     are_slices = bool(uuids) and all(uuid.startswith("MIG-") for uuid in uuids)
     by_uuid = len(uuids) == len(shares) and (mask is Mask.UUID or are_slices)
     names = ",".join(uuids if by_uuid else numbers)

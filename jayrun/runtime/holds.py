@@ -18,7 +18,7 @@ from typing import TypeAlias
 from uuid import UUID
 from weakref import WeakValueDictionary
 
-from jayrun.devices.visible import Sight
+from jayrun.devices.visible import Numbering
 from jayrun.domain.devices import Backend, Device
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost
@@ -41,7 +41,7 @@ class Outbox:
         self.held: dict[tuple[UUID, int], Held] = {}  # the same without touching them: who looks must not keep them
         self.lent: dict[tuple[UUID, int], tuple[float, Hold]] = {}  # since when, on this process's monotonic clock
         self.numbers = itertools.count(1)  # of holds that are none of a grant
-        self.sight = Sight()  # by which numbers this process uses the devices of its host
+        self.numbering = Numbering()  # by which numbers this process uses the devices of its host
         self.wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -125,12 +125,12 @@ class Hold:
 
     def device_id(self, kind: Device, backend: Backend | None, host_index: int, uuid: str | None) -> int | None:
         """The number by which this process uses a device of its host; None, and a warning, when it cannot see it."""
-        sight = self._outbox.sight
-        ordinal = sight.ordinal(kind, backend, host_index, uuid)
+        numbering = self._outbox.numbering
+        ordinal = numbering.ordinal(kind, backend, host_index, uuid)
         if ordinal is None and backend is not None:
             log.warning(
                 "lease %s is on %s %d (%s), which this process cannot see (%s): device_id is None here",
-                *(self.held.lease_id, kind, host_index, uuid or "no UUID is known", sight.told(backend)),
+                *(self.held.lease_id, kind, host_index, uuid or "no UUID is known", numbering.told(backend)),
             )
         return ordinal
 

@@ -246,7 +246,7 @@ class Job:
                 raise PlacementSignalSwallowed(SWALLOWED.format(name=name))
             self._service.confirm(invocation.held())
             self._check_leases(invocation)
-            check_complete([self._service.sight.issued(each) for each in work.recorded], invocation.issued)
+            check_complete([self._service.numbering.issued(each) for each in work.recorded], invocation.issued)
             if not isinstance(result, Data):
                 raise TypeError(f"{name} must return a Data, not {result!r} ({type(result).__name__})")
             return result
@@ -261,9 +261,9 @@ class Job:
             raise PlacementCancelled(f"{self._work.execution.name} was cancelled")
         work = invocation.work
         self._check_leases(invocation)
-        sight = self._service.sight
-        booked = sight.booked(request)
-        check_next([sight.issued(each) for each in work.recorded], invocation.issued, request)
+        numbering = self._service.numbering
+        booked = numbering.booked(request)
+        check_next([numbering.issued(each) for each in work.recorded], invocation.issued, request)
         position = len(invocation.issued)
         lease = work.granted.pop(position, None)
         if lease is None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from jayrun import kernel
-from jayrun.devices.visible import Sight
+from jayrun.devices.visible import Numbering
 from jayrun.domain.devices import Backend, Device
 from jayrun.settings import MASKS, ORDER_VARIABLE, PCI_ORDER, device_order, set_device_order, started_with
 
@@ -18,14 +18,14 @@ _told: set[str] = set()
 _is_ours = False
 
 
-def keep_pci_order(sight: Sight) -> None:
+def keep_pci_order(numbering: Numbering) -> None:
     """Let CUDA number the GPUs of this process in PCI order, as the book does. Once it is initialised, or where another
     order is set, that is only told, once.
 
     Does nothing on a host without CUDA devices in the book.
     """
     global _is_ours
-    cuda = [each for each in sight.fleet if each.kind is Device.GPU and Backend.CUDA in each.backends]
+    cuda = [each for each in numbering.fleet if each.kind is Device.GPU and Backend.CUDA in each.backends]
     if not cuda:
         return
     is_late = cuda_is_initialised()
@@ -33,7 +33,7 @@ def keep_pci_order(sight: Sight) -> None:
         set_device_order(PCI_ORDER)
         _is_ours = True
     order = device_order()
-    mask = sight.masks.get("CUDA_VISIBLE_DEVICES")
+    mask = numbering.masks.get("CUDA_VISIBLE_DEVICES")
     is_named = mask is not None and (not mask.strip() or mask.lstrip().startswith(("GPU-", "MIG-")))
     if len(cuda) > 1 and not is_named:  # else the order changes nothing
         was = order if _is_ours or not is_late else started_with(ORDER_VARIABLE)
@@ -45,7 +45,7 @@ def keep_pci_order(sight: Sight) -> None:
                 f"set {ORDER_VARIABLE}={PCI_ORDER} before the program starts"
             )
     if is_late:
-        changed = [name for name in MASKS if sight.masks.get(name) != started_with(name)]
+        changed = [name for name in MASKS if numbering.masks.get(name) != started_with(name)]
         if changed:
             _tell(
                 f"{', '.join(changed)} was changed by the program itself, and CUDA is initialised already: a change "

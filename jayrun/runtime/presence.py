@@ -36,7 +36,7 @@ class Presence:
         self.on_lease_lost: list[Callable[[LeaseLost], object]] = []
 
     def _register(self, book: Book, host_id: int) -> Holder:
-        visible = self._outbox.sight.visible
+        visible = self._outbox.numbering.visible
         return holders.register(book, host_id, role=self._role, label=self._label, visible=visible)
 
     def join(self, book: Book, lease_id: UUID, epoch: int) -> Hold:

@@ -79,7 +79,6 @@ class Runtime:
             self._service.presence.on_lease_lost.append(on_lease_lost)
         if declared:
             self._add_devices(declared)
-        keep_pci_order(self._service.sight)
         if not is_told and settings.masks != self._service.masks:
             log.warning("%s", changed_masks(self._service.masks, settings.masks))
         self._service.runtimes += 1
@@ -231,6 +230,7 @@ class Runtime:
         book, host_id = self._service.book, self._service.host_id
         booked_devices.add(book, host_id, declared)
         self._service.look_again(book)
+        keep_pci_order(self._service.numbering)
         booked = {(device.kind, device.host_index): device for device in booked_devices.fleet(book, host_id)}
         for each in declared:
             found = booked[each.device, each.device_id]

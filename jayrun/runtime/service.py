@@ -23,17 +23,18 @@ from typing import Any
 from uuid import UUID
 
 from jayrun import kernel
-from jayrun.devices.visible import Sight
+from jayrun.devices.visible import Numbering
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.embedded import ensure
 from jayrun.errors import BookError, PlacementTimeout, RuntimeClosed
 from jayrun.runtime import reconciler
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.numbering import look
+from jayrun.runtime.order import keep_pci_order
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
-from jayrun.runtime.sight import look
 from jayrun.settings import Settings
 from jayrun.store import admission, blockers, devices, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
@@ -86,7 +87,8 @@ class Service:
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
-            self.outbox.sight = look(devices.names(first, self.host_id), masks)
+            self.outbox.numbering = look(devices.names(first, self.host_id), masks)
+            keep_pci_order(self.numbering)
             self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
             self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
@@ -141,16 +143,16 @@ class Service:
         return self.presence.holder
 
     @property
-    def sight(self) -> Sight:
+    def numbering(self) -> Numbering:
         """By which numbers this process uses the devices of its host."""
-        return self.outbox.sight
+        return self.outbox.numbering
 
     def look_again(self, book: Book) -> None:
         """See what the masks mean now, if the book knows other devices than before."""
         fleet = devices.names(book, self.host_id)
-        if fleet != list(self.sight.fleet):
-            self.outbox.sight = look(fleet, self.masks)
-            holders.tell_visible(book, self.holder, self.sight.visible)
+        if fleet != list(self.numbering.fleet):
+            self.outbox.numbering = look(fleet, self.masks)
+            holders.tell_visible(book, self.holder, self.numbering.visible)
 
     @property
     def has_stopped(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jayrun.devices.visible import Sight, see
+from jayrun.devices.visible import Numbering, see
 from jayrun.domain.devices import Backend, Device
 from jayrun.domain.names import Named
 from jayrun.domain.requests import Request
@@ -93,9 +93,9 @@ def test_a_mask_where_the_driver_shows_all(mask: str | None, seen: list[str] | N
 
 
 def test_out_of_range_of_the_book_may_be_a_gpu_that_is_not_leased() -> None:
-    sight = see({"CUDA_VISIBLE_DEVICES": "7,1"}, PLAIN)
-    assert sight.lists == {Backend.CUDA: ("7", "1")}
-    assert [sight.ordinal(Device.GPU, Backend.CUDA, index, None) for index in range(3)] == [None, 1, None]
+    numbering = see({"CUDA_VISIBLE_DEVICES": "7,1"}, PLAIN)
+    assert numbering.lists == {Backend.CUDA: ("7", "1")}
+    assert [numbering.ordinal(Device.GPU, Backend.CUDA, index, None) for index in range(3)] == [None, 1, None]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_the_former_names_of_slices() -> None:
 def test_where_all_is_split_the_first_slice_is_what_cuda_takes() -> None:
     assert cuda(None, ONLY_SLICES) == [FIRST]
     assert cuda(None, ONLY_SLICES, one_slice=False) is None
-    sight = see({}, ONLY_SLICES)
-    assert [sight.ordinal(Device.GPU, Backend.CUDA, each.host_index, each.uuid) for each in ONLY_SLICES] == [
+    numbering = see({}, ONLY_SLICES)
+    assert [numbering.ordinal(Device.GPU, Backend.CUDA, each.host_index, each.uuid) for each in ONLY_SLICES] == [
         None,
         0,
         None,
@@ -144,12 +144,12 @@ def test_a_gpu_that_is_split_into_nothing_yet_has_no_number() -> None:
 
 def test_in_a_container_the_uuid_decides() -> None:
     shown = (gpu(0, C), gpu(1, A))  # only two of the host's, and in another place
-    sight = see({}, NAMED, shown)
-    assert sight.visible == {"cuda": [C, A]}
-    assert sight.ordinal(Device.GPU, Backend.CUDA, 2, C) == 0
-    assert sight.ordinal(Device.GPU, Backend.CUDA, 1, B) is None
-    assert sight.host_index(Device.GPU, Backend.CUDA, 1) == 0
-    assert sight.index(Device.GPU, Backend.CUDA, 2, C) == 0
+    numbering = see({}, NAMED, shown)
+    assert numbering.visible == {"cuda": [C, A]}
+    assert numbering.ordinal(Device.GPU, Backend.CUDA, 2, C) == 0
+    assert numbering.ordinal(Device.GPU, Backend.CUDA, 1, B) is None
+    assert numbering.host_index(Device.GPU, Backend.CUDA, 1) == 0
+    assert numbering.index(Device.GPU, Backend.CUDA, 2, C) == 0
     assert cuda("1", NAMED, shown=shown) == [A]
     assert cuda("2", NAMED, shown=shown) == []
     assert cuda("1", PLAIN, shown=shown) == ["1"]  # a book without UUIDs cannot tell
@@ -158,16 +158,16 @@ def test_in_a_container_the_uuid_decides() -> None:
 
 
 def test_what_the_driver_shows_without_a_uuid_takes_a_number() -> None:
-    sight = see({}, NAMED, (gpu(0), gpu(1, B), gpu(2, C)))
-    assert sight.visible == {"cuda": ["unknown-0", B, C]}
-    assert sight.ordinal(Device.GPU, Backend.CUDA, 0, A) is None
+    numbering = see({}, NAMED, (gpu(0), gpu(1, B), gpu(2, C)))
+    assert numbering.visible == {"cuda": ["unknown-0", B, C]}
+    assert numbering.ordinal(Device.GPU, Backend.CUDA, 0, A) is None
 
 
 def test_what_the_book_leases_only_in_part_keeps_its_numbers() -> None:
-    sight = see({}, (gpu(3, B), gpu(5)))
-    assert sight.visible is None
-    assert sight.ordinal(Device.GPU, Backend.CUDA, 3, B) == 3
-    assert sight.host_index(Device.GPU, Backend.CUDA, 5) == 5
+    numbering = see({}, (gpu(3, B), gpu(5)))
+    assert numbering.visible is None
+    assert numbering.ordinal(Device.GPU, Backend.CUDA, 3, B) == 3
+    assert numbering.host_index(Device.GPU, Backend.CUDA, 5) == 5
     assert cuda(None, (gpu(3, B),), shown=(gpu(0, A), gpu(1, C), gpu(2, "GPU-c"), gpu(3, B))) is None
 
 
@@ -220,8 +220,8 @@ def test_level_zero_masks(mask: str, seen: list[str] | None) -> None:
 
 
 def test_each_backend_counts_its_own_devices() -> None:
-    sight = see({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, MIXED)
-    assert sight.visible == {"cuda": ["2"], "rocm": ["3"]}
+    numbering = see({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, MIXED)
+    assert numbering.visible == {"cuda": ["2"], "rocm": ["3"]}
     unlimited = see({}, MIXED)
     assert [unlimited.ordinal(Device.GPU, Backend.CUDA, index, None) for index in (0, 2)] == [0, 1]
     assert [unlimited.ordinal(Device.GPU, Backend.ROCM, index, None) for index in (1, 3)] == [0, 1]
@@ -231,20 +231,20 @@ def test_each_backend_counts_its_own_devices() -> None:
 
 def test_other_kinds_have_numbers_of_their_own() -> None:
     tpu = Named(host_index=1, kind=Device.TPU, backends=frozenset({Backend.XLA}))
-    sight = see({"CUDA_VISIBLE_DEVICES": ""}, (*PLAIN, tpu))
-    assert sight.ordinal(Device.TPU, Backend.XLA, 1, None) == 1
-    assert sight.ordinal(Device.CPU, None, 0, None) is None
+    numbering = see({"CUDA_VISIBLE_DEVICES": ""}, (*PLAIN, tpu))
+    assert numbering.ordinal(Device.TPU, Backend.XLA, 1, None) == 1
+    assert numbering.ordinal(Device.CPU, None, 0, None) is None
 
 
 def test_a_book_that_knows_nothing_yet_believes_the_mask() -> None:
-    sight = see({"CUDA_VISIBLE_DEVICES": "2,0"}, ())
-    assert sight.visible == {"cuda": ["2", "0"]}
-    assert sight.ordinal(Device.GPU, Backend.CUDA, 2, "GPU-that-is-known-later") == 0
+    numbering = see({"CUDA_VISIBLE_DEVICES": "2,0"}, ())
+    assert numbering.visible == {"cuda": ["2", "0"]}
+    assert numbering.ordinal(Device.GPU, Backend.CUDA, 2, "GPU-that-is-known-later") == 0
 
 
 def test_a_number_of_the_largest_kind_is_no_work() -> None:
-    sight = see({"CUDA_VISIBLE_DEVICES": "4095,4096"}, (gpu(2**31 - 1),))
-    assert sight.visible == {"cuda": ["4095"]}
+    numbering = see({"CUDA_VISIBLE_DEVICES": "4095,4096"}, (gpu(2**31 - 1),))
+    assert numbering.visible == {"cuda": ["4095"]}
     assert see({}, (gpu(2**31 - 1),)).ordinal(Device.GPU, Backend.CUDA, 2**31 - 1, None) == 2**31 - 1
 
 
@@ -253,12 +253,12 @@ def pinned(device_id: int | None) -> Request:
 
 
 def test_a_request_is_booked_by_the_number_of_the_host_and_shown_by_that_of_the_process() -> None:
-    sight = see({"CUDA_VISIBLE_DEVICES": "2,0"}, NAMED)
-    assert sight.booked(pinned(0)) == pinned(2)
-    assert sight.booked(pinned(1)) == pinned(0)
-    assert sight.issued(pinned(2)) == pinned(0)
-    assert sight.booked(pinned(None)) == sight.issued(pinned(None)) == pinned(None)
-    assert Sight().booked(pinned(5)) == Sight().issued(pinned(5)) == pinned(5)
+    numbering = see({"CUDA_VISIBLE_DEVICES": "2,0"}, NAMED)
+    assert numbering.booked(pinned(0)) == pinned(2)
+    assert numbering.booked(pinned(1)) == pinned(0)
+    assert numbering.issued(pinned(2)) == pinned(0)
+    assert numbering.booked(pinned(None)) == numbering.issued(pinned(None)) == pinned(None)
+    assert Numbering().booked(pinned(5)) == Numbering().issued(pinned(5)) == pinned(5)
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_what_it_cannot_see_has_no_number_and_is_told(
     runtime = make_runtime(settings=masked(CUDA_VISIBLE_DEVICES="1"))
     data = runtime.run(Take, memory_gb=1)
     text = pickle.dumps(data.placement)
-    runtime._service.outbox.sight = make_blind()
+    runtime._service.outbox.numbering = make_blind()
     with caplog.at_level(logging.WARNING, logger="jayrun"):
         again = pickle.loads(text)
     assert (again.device_id, again.device_ids, again.host_index, again.device_uuid) == (None, (), 1, "GPU-b000")
