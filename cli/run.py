@@ -85,6 +85,7 @@ def run(
     """
     from jayrun.runtime.command import Terms, run_command
     from jayrun.runtime.numbering import look
+    from jayrun.runtime.order import misread_order
     from jayrun.runtime.paused import CannotExecute, PausedChild
     from jayrun.store import devices
 
@@ -100,6 +101,8 @@ def run(
     try:
         child = PausedChild(command)  # forked before any connection or thread exists
         book, host_id = _open_book(settings)
+        if (told := misread_order(settings.masks)) is not None:
+            say(f"jayrun: {told}")
         numbering = look(devices.names(book, host_id), settings.masks, one_slice=False)
         try:
             if request.backend in numbering.lists:  # else the number that a person types is the host's

@@ -96,6 +96,7 @@ class Numbering:
     lists: Mapping[Backend, tuple[str, ...]] = field(default_factory=dict)
     masks: Mapping[str, str] = field(default_factory=dict)
     shown: tuple[Named, ...] = ()
+    _lines: dict[tuple[Device, Backend], _Line] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def visible(self) -> dict[str, list[str]] | None:
@@ -108,7 +109,7 @@ class Numbering:
             return None
         names = self._list(kind, backend)
         if names is None:
-            return _booked_line(self.fleet, kind, backend).ordinal_of(host_index)
+            return self._line(kind, backend).ordinal_of(host_index)
         return next((ordinal for ordinal, name in enumerate(names) if name in (uuid, str(host_index))), None)
 
     def host_index(self, kind: Device, backend: Backend, ordinal: int) -> int:
@@ -118,7 +119,7 @@ class Numbering:
         """
         names = self._list(kind, backend)
         if names is None:
-            return _booked_line(self.fleet, kind, backend).number_at(ordinal)
+            return self._line(kind, backend).number_at(ordinal)
         why = self.told(backend)
         if ordinal >= len(names):
             count = f"{len(names)} {backend} device{'s' if len(names) != 1 else ''}"
@@ -153,12 +154,17 @@ class Numbering:
     def index(self, kind: Device, backend: Backend, host_index: int, uuid: str | None) -> int:
         """The number that names a device in a mask of numbers: its place among all that the driver shows here."""
         here = next((device.host_index for device in self.shown if uuid is not None and device.uuid == uuid), None)
-        return _booked_line(self.fleet, kind, backend).ordinal_of(host_index) if here is None else here
+        return self._line(kind, backend).ordinal_of(host_index) if here is None else here
 
     def told(self, backend: Backend) -> str:
         """What limits the process to what it sees, for people."""
         given = [f"{name}={self.masks[name]!r}" for name in _VARIABLES.get(backend, ()) if name in self.masks]
         return ", ".join(given) or "that is what the driver shows here"
+
+    def _line(self, kind: Device, backend: Backend) -> _Line:
+        if (line := self._lines.get((kind, backend))) is None:  # kept, for a large group asks once for each member
+            line = self._lines[kind, backend] = _booked_line(self.fleet, kind, backend)
+        return line
 
     def _list(self, kind: Device, backend: Backend) -> tuple[str, ...] | None:
         return self.lists.get(backend) if kind is Device.GPU else None

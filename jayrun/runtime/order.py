@@ -33,9 +33,7 @@ def keep_pci_order(numbering: Numbering) -> None:
         set_device_order(PCI_ORDER)
         _is_ours = True
     order = device_order()
-    mask = numbering.masks.get("CUDA_VISIBLE_DEVICES")
-    is_named = mask is not None and (not mask.strip() or mask.lstrip().startswith(("GPU-", "MIG-")))
-    if len(cuda) > 1 and not is_named:  # else the order changes nothing
+    if len(cuda) > 1 and not _is_named(numbering.masks.get("CUDA_VISIBLE_DEVICES")):  # else it changes nothing
         was = order if _is_ours or not is_late else started_with(ORDER_VARIABLE)
         if was != PCI_ORDER:
             _tell(
@@ -52,6 +50,22 @@ def keep_pci_order(numbering: Numbering) -> None:
                 "after that has no effect on CUDA, but jayrun cannot tell when it came and believes it; set it before "
                 "the program starts"
             )
+
+
+def misread_order(masks: Mapping[str, str]) -> str | None:
+    """What is told of an inherited mask of numbers that were meant in another order than jayrun reads them."""
+    mask, order = masks.get("CUDA_VISIBLE_DEVICES"), device_order()
+    if mask is None or _is_named(mask) or order in (None, PCI_ORDER):
+        return None
+    return (
+        f"CUDA_VISIBLE_DEVICES={mask!r} is read in PCI order, though {ORDER_VARIABLE} is {order}: name the GPUs by UUID, "
+        f"or set {ORDER_VARIABLE}={PCI_ORDER}"
+    )
+
+
+def _is_named(mask: str | None) -> bool:
+    """Whether a mask means the same in every order."""
+    return mask is not None and (not mask.strip() or mask.lstrip().startswith(("GPU-", "MIG-")))
 
 
 def changed_masks(taken: Mapping[str, str], now: Mapping[str, str]) -> str:

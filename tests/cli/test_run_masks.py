@@ -234,7 +234,10 @@ def test_a_command_inside_sees_only_what_the_outer_one_was_given(run: Run, named
 
 
 def test_the_order_is_set_for_the_command_whatever_it_was(run: Run, host_id: int) -> None:
-    assert run(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="FASTEST_FIRST")[1] == cuda("1")
+    code, told, err = run(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    assert (code, told) == (0, cuda("1"))
+    assert "CUDA_VISIBLE_DEVICES='1' is read in PCI order, though CUDA_DEVICE_ORDER is FASTEST_FIRST" in err
+    assert run(CUDA_DEVICE_ORDER="FASTEST_FIRST")[1:] == (cuda("0"), "")
 
 
 @pytest.mark.parametrize(
