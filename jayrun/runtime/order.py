@@ -58,8 +58,8 @@ def misread_order(masks: Mapping[str, str]) -> str | None:
     if mask is None or _is_named(mask) or order in (None, PCI_ORDER):
         return None
     return (
-        f"CUDA_VISIBLE_DEVICES={mask!r} is read in PCI order, though {ORDER_VARIABLE} is {order}: name the GPUs by UUID, "
-        f"or set {ORDER_VARIABLE}={PCI_ORDER}"
+        f"CUDA_VISIBLE_DEVICES={mask!r} is read in PCI order, though {ORDER_VARIABLE} is {order}: name the GPUs by "
+        f"UUID, or set {ORDER_VARIABLE}={PCI_ORDER}"
     )
 
 
