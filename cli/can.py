@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Annotated, assert_never
+from typing import assert_never
 
 import typer
 
@@ -24,6 +24,8 @@ from .options import (
     HostName,
     MemoryGb,
     Priority,
+    TotalMemoryGb,
+    UsedBy,
     check_priority,
     request_of,
 )
@@ -34,14 +36,10 @@ from .why import outlook_row
 def can(
     gpus: Gpus = "1",
     memory_gb: MemoryGb = None,
-    total_memory_gb: Annotated[
-        float | None, typer.Option(help="Decimal gigabytes divided among the GPUs, on top of --memory-gb.")
-    ] = None,
+    total_memory_gb: TotalMemoryGb = None,
     exclusive: Exclusive = False,
     device_id: DeviceId = None,
-    backend: Annotated[
-        Backend, typer.Option(metavar="|".join(Backend), help="Software that the GPUs must be used by.")
-    ] = Backend.CUDA,
+    backend: UsedBy = Backend.CUDA,
     priority: Priority = 0,
     host: HostName = None,
     as_json: AsJson = False,

@@ -20,6 +20,10 @@ Gpus = Annotated[str, typer.Option(metavar="N|MIN-MAX", help="How many GPUs, all
 MemoryGb = Annotated[
     float | None, typer.Option(help="Decimal gigabytes on each GPU. Without it the GPUs are exclusive.")
 ]
+TotalMemoryGb = Annotated[
+    float | None, typer.Option(help="Decimal gigabytes divided among the GPUs, on top of --memory-gb.")
+]
+UsedBy = Annotated[Backend, typer.Option(metavar="|".join(Backend), help="Software that the GPUs must be used by.")]
 Exclusive = Annotated[bool, typer.Option("--exclusive", help="No other lease on these GPUs.")]
 DeviceId = Annotated[int | None, typer.Option(help="This GPU of the host and no other (one GPU only).")]
 Priority = Annotated[int, typer.Option(help="Higher is served first.")]

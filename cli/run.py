@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperCommand
 
 from jayrun import probes
+from jayrun.devices.visible import Mask
+from jayrun.domain.devices import Backend
 from jayrun.domain.requests import Request
 from jayrun.domain.units import format_bytes
 from jayrun.errors import JayrunError
@@ -19,7 +21,7 @@ from jayrun.settings import Settings
 from jayrun.store.transactions import Book
 
 from .exits import USAGE, exit_code
-from .options import DeviceId, Exclusive, Gpus, MemoryGb, Priority, check_priority, request_of
+from .options import DeviceId, Exclusive, Gpus, MemoryGb, Priority, TotalMemoryGb, UsedBy, check_priority, request_of
 
 PATIENCE_SECONDS = 3.0
 """How long a lost connection is tried again before it is said; a wait, and the command, go on all the same."""
@@ -43,8 +45,10 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGUMENTS]", help="The command, after `--`.")],
     gpus: Gpus = "1",
     memory_gb: MemoryGb = None,
+    total_memory_gb: TotalMemoryGb = None,
     exclusive: Exclusive = False,
     device_id: DeviceId = None,
+    backend: UsedBy = Backend.CUDA,
     priority: Priority = 0,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of waiting.")] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Give up at once when nothing is free.")] = False,
@@ -53,11 +57,23 @@ def run(
         OnExit,
         typer.Option(help="What becomes of processes that COMMAND leaves running: waited for, or ended."),
     ] = OnExit.WAIT,
+    mask: Annotated[
+        Mask, typer.Option(help="How COMMAND is told its devices: by UUID where all are known, or by number.")
+    ] = Mask.UUID,
+    print_docker_flags: Annotated[
+        bool,
+        typer.Option(
+            "--print-docker-flags",
+            help="Give COMMAND the options for `docker run` in JAYRUN_DOCKER_FLAGS, and print them on standard error.",
+        ),
+    ] = False,
 ) -> None:
     """Run COMMAND on GPUs of this host when they are free.
 
-    It sees them, and no others, by CUDA_VISIBLE_DEVICES. The lease lives as long as the command and all that it
-    started, also when jayrun itself is killed.
+    It sees them, and no others, by CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; with --backend rocm by
+    ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES, with xpu by ZE_AFFINITY_MASK. Where these are set already, only the
+    devices that they name are given, and --device-id counts within them. The lease lives as long as the command and all
+    that it started, also when jayrun itself is killed.
 
     Ctrl-C, SIGTERM and SIGHUP reach COMMAND, which answers them. When COMMAND has ended and left processes running,
     jayrun waits for them: then Ctrl-C or SIGTERM sends them SIGTERM, a second one SIGKILL, and SIGHUP is passed on.
@@ -68,10 +84,13 @@ def run(
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
     """
     from jayrun.runtime.command import Terms, run_command
+    from jayrun.runtime.numbering import look
+    from jayrun.runtime.order import misread_order
     from jayrun.runtime.paused import CannotExecute, PausedChild
+    from jayrun.store import devices
 
     try:
-        request = request_of(gpus, memory_gb, exclusive, device_id)
+        request = request_of(gpus, memory_gb, exclusive, device_id, total_memory_gb=total_memory_gb, backend=backend)
         check_priority(priority)
         seconds = _seconds(timeout, no_wait)
     except (TypeError, ValueError) as error:
@@ -82,14 +101,26 @@ def run(
     try:
         child = PausedChild(command)  # forked before any connection or thread exists
         book, host_id = _open_book(settings)
+        if (told := misread_order(settings.masks)) is not None:
+            say(f"jayrun: {told}")
+        numbering = look(devices.names(book, host_id), settings.masks, one_slice=False)
+        try:
+            if request.backend in numbering.lists:  # else the number that a person types is the host's
+                request = numbering.booked(request)
+        except ValueError as error:
+            raise _failure(error, USAGE) from None
         terms = Terms(
             request=request,
             priority=priority,
             timeout_seconds=seconds,
             label=label or settings.label,
             on_exit=on_exit,
+            mask=mask,
+            docker=print_docker_flags,
         )
-        code = run_command(child, book, host_id, terms, command=command, waiting=_Progress(book, request))
+        code = run_command(
+            child, book, host_id, terms, numbering=numbering, command=command, waiting=_Progress(book, request)
+        )
     except CannotExecute as error:
         say(f"jayrun: {error}")
         raise typer.Exit(127 if error.number == errno.ENOENT else 126) from None

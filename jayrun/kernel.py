@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import os
@@ -296,6 +297,16 @@ def kill(recorded: Incarnation) -> bool:
         return False
     finally:
         os.close(pidfd)
+
+
+def has_open(path: str) -> bool:
+    """Whether this process has the file at `path` open."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the list itself is closed by now
+                if os.readlink(f"/proc/self/fd/{descriptor}") == path:
+                    return True
+    return False
 
 
 def readable(seconds: float, *descriptors: int) -> bool:

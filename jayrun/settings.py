@@ -7,6 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""The variables by which a process is shown only some devices; an empty one is not an unset one."""
+ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+"""Says by which order CUDA numbers the GPUs of the host."""
+PCI_ORDER = "PCI_BUS_ID"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -21,6 +27,7 @@ class Settings:
     `state_root`: where the host's server lives, started by root (JAYRUN_STATE_ROOT, else /var/lib/jayrun).
     `run_root`: where the host's server puts its socket (JAYRUN_RUN_ROOT, else /run/jayrun).
     `probes`: JAYRUN_PROBES, fault points armed by tests (see `jayrun.probes`).
+    `masks`: those of the variables in `MASKS` that are set, empty ones too.
     """
 
     database_url: str | None = None
@@ -32,6 +39,7 @@ class Settings:
     state_root: Path = Path("/var/lib/jayrun")
     run_root: Path = Path("/run/jayrun")
     probes: str = ""
+    masks: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -51,6 +59,7 @@ class Settings:
             state_root=path("JAYRUN_STATE_ROOT") or Path("/var/lib/jayrun"),
             run_root=path("JAYRUN_RUN_ROOT") or Path("/run/jayrun"),
             probes=env.get("JAYRUN_PROBES", ""),
+            masks={name: env[name] for name in MASKS if name in env},
         )
 
 
@@ -59,3 +68,28 @@ def child_environment(updates: Mapping[str, str], *, without: tuple[str, ...] = 
     then `updates` put over it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(without or ("\0",))}
     return kept | dict(updates)
+
+
+def started_with(name: str) -> str | None:
+    """The value that the variable `name` had when this process was executed, whatever became of it since."""
+    return next(
+        (value for key, _, value in (each.partition("=") for each in _first_environment()) if key == name),
+        None,
+    )
+
+
+def device_order() -> str | None:
+    """By which order CUDA is told to number the GPUs; None: by its own, the fastest first."""
+    return os.environ.get(ORDER_VARIABLE)
+
+
+def set_device_order(order: str) -> None:
+    """Tell CUDA in this process, and in its children, by which order to number the GPUs."""
+    os.environ[ORDER_VARIABLE] = order
+
+
+def _first_environment() -> list[str]:
+    try:
+        return Path("/proc/self/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    except OSError:  # not to be read where the process may not be looked at
+        return []

@@ -81,8 +81,9 @@ def crew_of(
     host: str = "test-host",
     probes: str = "",
     modules: str = "work_for_workers",
+    **variables: str,
 ) -> Iterator[Crew]:
-    environment = {"JAYRUN_DATABASE_URL": url, "JAYRUN_HOST_ID": host, "JAYRUN_PROBES": probes}
+    environment = {"JAYRUN_DATABASE_URL": url, "JAYRUN_HOST_ID": host, "JAYRUN_PROBES": probes, **variables}
     with command("worker", modules, "--processes", str(processes), log=log, **environment) as started:
         yield Crew(started, log)
 

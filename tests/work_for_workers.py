@@ -27,6 +27,16 @@ class Add(Operator):
         return Data(self.a.value + self.b.value)
 
 
+class Where(Operator):
+    """By which numbers the worker uses the GPU that it was given, and which one that is."""
+
+    device_id: Any
+
+    def execute(self) -> Data:
+        placement = self.placement.cuda(1, device_id=self.device_id.value)
+        return Data([placement.device_id, placement.host_index])
+
+
 class Strange(Operator):
     """A result that is no JSON."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, SupportsIndex, TypeAlias, overload
+from typing import Any, Protocol, SupportsIndex, TypeAlias, overload
 from uuid import UUID
 
 from jayrun.domain.devices import Backend, Device
@@ -14,9 +14,10 @@ from jayrun.domain.devices import Backend, Device
 class Placement:
     """Capacity on one device, or the CPU; immutable, compared by value.
 
-    `device_id` is the number that this process sees, `host_index` the device's number on its host, `memory_bytes` what
-    is reserved. `lease_id` and `epoch` name the lease, and are None on the CPU. `hold` is no part of the value: it only
-    keeps the lease alive for as long as the placement is reachable, and a pickled copy's where that is unpickled.
+    `device_id` is the number that this process sees: None on the CPU, and where a process that unpickled the placement
+    cannot see the device. `host_index` is the device's number on its host, `memory_bytes` what is reserved. `lease_id`
+    and `epoch` name the lease, and are None on the CPU. `hold` is no part of the value: it only keeps the lease alive
+    for as long as the placement is reachable, and a pickled copy's where that is unpickled.
     """
 
     device: Device
@@ -42,7 +43,7 @@ class Placement:
 
     @property
     def device_ids(self) -> tuple[int, ...]:
-        """The device id alone, or nothing on the CPU."""
+        """The device id alone, or nothing where there is none."""
         return () if self.device_id is None else (self.device_id,)
 
     @property
@@ -59,7 +60,42 @@ class Placement:
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self is CPU_PLACEMENT:
             return "CPU_PLACEMENT"  # by name, so that it stays one object in every process
-        return object.__reduce_ex__(self, protocol)
+        named = (self.host_index, self.device_uuid, self.lease_id, self.epoch)
+        return _received, (self.device, self.backend, self.device_id, self.memory_bytes, *named, self.hold)
+
+
+class _Receiver(Protocol):
+    """What the hold of a process knows of that process."""
+
+    def device_id(self, kind: Device, backend: Backend | None, host_index: int, uuid: str | None) -> int | None: ...
+
+
+def _received(
+    device: Device,
+    backend: Backend | None,
+    device_id: int | None,
+    memory_bytes: int,
+    host_index: int | None,
+    device_uuid: str | None,
+    lease_id: UUID | None,
+    epoch: int | None,
+    hold: _Receiver | None,
+) -> Placement:
+    """The placement that another process has pickled, with the number by which this one uses the device; pickles call
+    this by its name."""
+    if hold is not None and host_index is not None:
+        device_id = hold.device_id(device, backend, host_index, device_uuid)
+    return Placement(
+        device,
+        backend,
+        device_id,
+        memory_bytes,
+        host_index=host_index,
+        device_uuid=device_uuid,
+        lease_id=lease_id,
+        epoch=epoch,
+        hold=hold,
+    )
 
 
 CPU_PLACEMENT = Placement(Device.CPU, None, None, 0)
@@ -90,7 +126,9 @@ class PlacementGroup(Sequence[Placement]):
                 raise TypeError(f"placements must hold Placement only, not {each!r} ({type(each).__name__})")
         if not members:
             raise ValueError("placements must hold at least one Placement, but is empty")
-        if len({each.device_id for each in members}) < len(members):
+        # Those that this process cannot see have no id here, and are told apart by their number on the host.
+        ids = {each.host_index if each.device_id is None else (each.device_id,) for each in members}
+        if len(ids) < len(members):
             raise ValueError(f"placements must have unique device ids, but have {[each.device_id for each in members]}")
         if len({(each.device, each.backend, each.lease_id, each.epoch) for each in members}) > 1:
             raise ValueError(f"placements must share device, backend and lease, but are {members!r}")

@@ -16,8 +16,7 @@ from typing import assert_never
 from uuid import UUID
 
 from jayrun import kernel, probes
-from jayrun.descendants import LEASE_VARIABLE
-from jayrun.domain.devices import Backend
+from jayrun.devices.visible import Mask, Numbering
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.errors import (
@@ -29,6 +28,7 @@ from jayrun.errors import (
     PlacementTimeout,
 )
 from jayrun.runtime import reconciler
+from jayrun.runtime.exported import DOCKER_VARIABLE, docker_flags, environment
 from jayrun.runtime.leftovers import Leftovers, OnExit, collect_orphans
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.paused import PausedChild
@@ -46,13 +46,18 @@ _PATIENCE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On which terms a command waits (`timeout_seconds` None means for ever, 0 not at all), and ends."""
+    """On which terms a command waits (`timeout_seconds` None means for ever, 0 not at all), runs, and ends.
+
+    `mask` are the names by which it is told its devices; `docker`: it is also told the options for `docker run`.
+    """
 
     request: Request
     priority: int = 0
     timeout_seconds: float | None = None
     label: str = ""
     on_exit: OnExit = OnExit.WAIT
+    mask: Mask = Mask.UUID
+    docker: bool = False
 
 
 def run_command(
@@ -61,10 +66,13 @@ def run_command(
     host_id: int,
     terms: Terms,
     *,
+    numbering: Numbering,
     command: Sequence[str],
     waiting: Callable[[UUID], None],
 ) -> int:
     """Give `child` its turn, and stay until all that it started has ended; returns its exit code (128 + signal).
+
+    Only devices that `numbering` shows, by the masks that this process inherited, are given to it.
 
     `waiting(execution id)` is called now and then while it waits. Raises `PlacementImpossible`, `PlacementTimeout`,
     `CannotExecute` and the book's errors; then the child is gone and nothing is left in the book.
@@ -73,9 +81,17 @@ def run_command(
     child.take_signals()
     who = kernel.incarnation(child.pid)
     text = " ".join(command)[:200]
-    holder = holders.register(book, host_id, role="command", label=terms.label, command=text, incarnation=who)
+    holder = holders.register(
+        book,
+        host_id,
+        role="command",
+        label=terms.label,
+        command=text,
+        incarnation=who,
+        visible=numbering.visible,
+    )
     leftovers = Leftovers(child, since_ticks=who.start_ticks)
-    wrapped = _Wrapped(child, leftovers, book, holder, terms, name=os.path.basename(command[0]))
+    wrapped = _Wrapped(child, leftovers, book, holder, terms, numbering, name=os.path.basename(command[0]))
     probes.reach("command.registered")
     try:
         if wrapped.take_turn(waiting):
@@ -94,7 +110,15 @@ class _Wrapped:
     """A command, and what the book knows of it: its execution, its lease, and the two processes that hold it."""
 
     def __init__(
-        self, child: PausedChild, leftovers: Leftovers, book: Book, holder: Holder, terms: Terms, *, name: str
+        self,
+        child: PausedChild,
+        leftovers: Leftovers,
+        book: Book,
+        holder: Holder,
+        terms: Terms,
+        numbering: Numbering,
+        *,
+        name: str,
     ) -> None:
         self._child = child
         self._leftovers = leftovers
@@ -103,6 +127,7 @@ class _Wrapped:
         self._outage = Outage(lambda line: say(f"jayrun: {line}"))
         self._holder = holder
         self._terms = terms
+        self._numbering = numbering
         self._lease: Lease | None = None
         self._own: Holder | None = None  # this process, once it holds the lease too
         self._holders = [holder]
@@ -186,7 +211,12 @@ class _Wrapped:
     def execute(self) -> None:
         """Let the command run. Raises `CannotExecute`."""
         assert self._lease is not None
-        self._child.execute(_environment(self._terms.request, self._lease))
+        request, shares = self._terms.request, self._lease.shares
+        told = environment(request.device, request.backend, self._lease, self._numbering, self._terms.mask)
+        if self._terms.docker:
+            told[DOCKER_VARIABLE] = docker_flags(request.backend, shares, told)
+            say(f"jayrun: {DOCKER_VARIABLE}: {told[DOCKER_VARIABLE]}")
+        self._child.execute(told)
 
     def stay(self) -> None:
         """Until the command ends, showing life for it now and then; what the book misses meanwhile does no harm."""
@@ -284,15 +314,3 @@ def _granted(book: Book, execution: Execution) -> Lease | None:
         message = failure.get("message", "somebody ended it; run it again")
         raise PlacementCancelled(f"the execution was {news.state.value} while it waited: {message}")
     return None
-
-
-def _environment(request: Request, lease: Lease) -> dict[str, str]:
-    """What tells the command which devices are its own: UUIDs where all are known, else numbers in PCI order."""
-    variables = {LEASE_VARIABLE: str(lease.id)}
-    if request.backend is Backend.CUDA:
-        uuids = [share.device_uuid for share in lease.shares]
-        names = [name for name in uuids if name is not None]
-        if len(names) < len(uuids):
-            names = [str(share.host_index) for share in lease.shares]
-        variables |= {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return variables

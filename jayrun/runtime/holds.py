@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections import deque
@@ -17,9 +18,13 @@ from typing import TypeAlias
 from uuid import UUID
 from weakref import WeakValueDictionary
 
+from jayrun.devices.visible import Numbering
+from jayrun.domain.devices import Backend, Device
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost
 from jayrun.store.leases import Finished, Held
+
+log = logging.getLogger("jayrun")
 
 
 class Outbox:
@@ -36,6 +41,7 @@ class Outbox:
         self.held: dict[tuple[UUID, int], Held] = {}  # the same without touching them: who looks must not keep them
         self.lent: dict[tuple[UUID, int], tuple[float, Hold]] = {}  # since when, on this process's monotonic clock
         self.numbers = itertools.count(1)  # of holds that are none of a grant
+        self.numbering = Numbering()  # by which numbers this process uses the devices of its host
         self.wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -116,6 +122,17 @@ class Hold:
         """Raises `LeaseLost` if the lease is this process's no more."""
         if self.lost is not None:
             raise LeaseLost(self.lost, *self.held[:2])
+
+    def device_id(self, kind: Device, backend: Backend | None, host_index: int, uuid: str | None) -> int | None:
+        """The number by which this process uses a device of its host; None, and a warning, when it cannot see it."""
+        numbering = self._outbox.numbering
+        ordinal = numbering.ordinal(kind, backend, host_index, uuid)
+        if ordinal is None and backend is not None:
+            log.warning(
+                "lease %s is on %s %d (%s), which this process cannot see (%s): device_id is None here",
+                *(self.held.lease_id, kind, host_index, uuid or "no UUID is known", numbering.told(backend)),
+            )
+        return ordinal
 
     def __deepcopy__(self, memo: object) -> Hold:
         return self  # also for `dataclasses.asdict`

@@ -246,7 +246,7 @@ class Job:
                 raise PlacementSignalSwallowed(SWALLOWED.format(name=name))
             self._service.confirm(invocation.held())
             self._check_leases(invocation)
-            check_complete(work.recorded, invocation.issued)
+            check_complete([self._service.numbering.issued(each) for each in work.recorded], invocation.issued)
             if not isinstance(result, Data):
                 raise TypeError(f"{name} must return a Data, not {result!r} ({type(result).__name__})")
             return result
@@ -261,11 +261,13 @@ class Job:
             raise PlacementCancelled(f"{self._work.execution.name} was cancelled")
         work = invocation.work
         self._check_leases(invocation)
-        check_next(work.recorded, invocation.issued, request)
+        numbering = self._service.numbering
+        booked = numbering.booked(request)
+        check_next([numbering.issued(each) for each in work.recorded], invocation.issued, request)
         position = len(invocation.issued)
         lease = work.granted.pop(position, None)
         if lease is None:
-            lease = self._reserve(invocation, position, request)
+            lease = self._reserve(invocation, position, booked, request)
         self._check_leases(invocation)
         invocation.issued.append(request)
         return invocation.place(self._service.outbox, request, lease)
@@ -277,10 +279,11 @@ class Job:
         if work.booked is not None and self._is_a_former_holders(work):
             raise LeaseLost(f"{work.execution.name} has ended in the book: {DECLARED_DEAD}; run it again")
 
-    def _reserve(self, invocation: Invocation, position: int, request: Request) -> Lease:
+    def _reserve(self, invocation: Invocation, position: int, booked: Request, request: Request) -> Lease:
+        """A lease for `request`, which is recorded as the book has it: with the numbers of the host."""
         work = invocation.work
         if position == len(work.recorded):
-            work.recorded.append(request)
+            work.recorded.append(booked)
         left = self._seconds_left()
         unit = self._unit()
         ask = Ask(

@@ -11,6 +11,7 @@ from uuid import UUID
 from jayrun.errors import LeaseLost, PlacementUnavailableHere
 from jayrun.runtime.holds import Hold, Outbox, Release
 from jayrun.store import holders, leases
+from jayrun.store.holders import Holder
 from jayrun.store.leases import Held
 from jayrun.store.transactions import Book
 
@@ -31,8 +32,12 @@ class Presence:
         self._role = role
         self._label = label
         self._only_waited = False  # as the book was told
-        self.holder = holders.register(book.with_patience(0), host_id, role=role, label=label)
+        self.holder = self._register(book.with_patience(0), host_id)
         self.on_lease_lost: list[Callable[[LeaseLost], object]] = []
+
+    def _register(self, book: Book, host_id: int) -> Holder:
+        visible = self._outbox.numbering.visible
+        return holders.register(book, host_id, role=self._role, label=self._label, visible=visible)
 
     def join(self, book: Book, lease_id: UUID, epoch: int) -> Hold:
         """Become a further holder of a lease. Raises `LeaseLost`, `PlacementUnavailableHere`, `BookError`."""
@@ -88,7 +93,7 @@ class Presence:
             if self._role == "worker":
                 return False
             former = self.holder
-            self.holder = holders.register(self._book, former.host_id, role=self._role, label=self._label)
+            self.holder = self._register(self._book, former.host_id)
             log.error("the book has ended holder %s though its process lives: now it is %s", former.id, self.holder.id)
             return True
         finally:

@@ -21,6 +21,7 @@ from jayrun.errors import LeaseLost, PlacementUnavailableHere, RuntimeClosed
 from jayrun.runtime.data import Data
 from jayrun.runtime.job import Job
 from jayrun.runtime.operator import Operator, check_inputs
+from jayrun.runtime.order import changed_masks, keep_pci_order
 from jayrun.runtime.retry import FailureMode, RetryPolicy
 from jayrun.runtime.service import AT_ITS_END, Resolution, own_service
 from jayrun.runtime.ticket import Ticket
@@ -69,6 +70,7 @@ class Runtime:
         threads = whole_number(threads, "threads", minimum=1)
         if on_lease_lost is not None and not callable(on_lease_lost):
             raise TypeError(f"on_lease_lost must be callable, not {on_lease_lost!r} ({type(on_lease_lost).__name__})")
+        is_told = settings is not None
         settings = settings or Settings.load()
         self._label = settings.label if label is None else label
         probes.arm_from_settings(settings.probes)
@@ -77,6 +79,8 @@ class Runtime:
             self._service.presence.on_lease_lost.append(on_lease_lost)
         if declared:
             self._add_devices(declared)
+        if not is_told and settings.masks != self._service.masks:
+            log.warning("%s", changed_masks(self._service.masks, settings.masks))
         self._service.runtimes += 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="jayrun-run")
         self._jobs: set[Job] = set()
@@ -225,6 +229,8 @@ class Runtime:
     def _add_devices(self, declared: list[RuntimeDevice]) -> None:
         book, host_id = self._service.book, self._service.host_id
         booked_devices.add(book, host_id, declared)
+        self._service.look_again(book)
+        keep_pci_order(self._service.numbering)
         booked = {(device.kind, device.host_index): device for device in booked_devices.fleet(book, host_id)}
         for each in declared:
             found = booked[each.device, each.device_id]

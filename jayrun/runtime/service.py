@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,17 +23,20 @@ from typing import Any
 from uuid import UUID
 
 from jayrun import kernel
+from jayrun.devices.visible import Numbering
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.embedded import ensure
 from jayrun.errors import BookError, PlacementTimeout, RuntimeClosed
 from jayrun.runtime import reconciler
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
+from jayrun.runtime.numbering import look
+from jayrun.runtime.order import keep_pci_order
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
 from jayrun.settings import Settings
-from jayrun.store import admission, blockers, executions, holders, leases, reclaim, schema
+from jayrun.store import admission, blockers, devices, executions, holders, leases, reclaim, schema
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
 from jayrun.store.leases import Finished, Held
@@ -71,18 +74,21 @@ class Wait:
 class Service:
     """The process's connection to one book; made by `service_for`, shared by its Runtimes."""
 
-    def __init__(self, url: str, *, host_identity: str | None, label: str, role: str) -> None:
+    def __init__(self, url: str, *, host_identity: str | None, label: str, role: str, masks: Mapping[str, str]) -> None:
         self.pid = os.getpid()
         self.book = Book(url, role=role, instance=str(self.pid))
         # The thread's own, always at hand, and impatient: it has deadlines to keep.
         self._own_book = Book(url, role=role, instance=str(self.pid), patience_seconds=_THREAD_PATIENCE_SECONDS)
         self.outbox = Outbox()
+        self.masks = masks
         try:
             first = self._own_book.with_patience(0)
             first.read(schema.check_revision)
             self.host_id = holders.attest_host(first, host_identity)
             own = [service.holder.id for service in _services.values()]
             reclaim.end_predecessors(first, self.host_id, kernel.incarnation(), own)
+            self.outbox.numbering = look(devices.names(first, self.host_id), masks)
+            keep_pci_order(self.numbering)
             self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
             self.tick_seconds, self._lend_seconds = first.periods()
         except BaseException:  # no connection is left behind, whatever came between
@@ -135,6 +141,18 @@ class Service:
     def holder(self) -> Holder:
         """This process as the book knows it now."""
         return self.presence.holder
+
+    @property
+    def numbering(self) -> Numbering:
+        """By which numbers this process uses the devices of its host."""
+        return self.outbox.numbering
+
+    def look_again(self, book: Book) -> None:
+        """See what the masks mean now, if the book knows other devices than before."""
+        fleet = devices.names(book, self.host_id)
+        if fleet != list(self.numbering.fleet):
+            self.outbox.numbering = look(fleet, self.masks)
+            holders.tell_visible(book, self.holder, self.numbering.visible)
 
     @property
     def has_stopped(self) -> bool:
@@ -245,6 +263,7 @@ class Service:
                 named |= self._listen(tick=tick)
                 if tick:
                     self.resources.publish(self._own_book)
+                    self.look_again(self._own_book)
                 if self.presence.beat(only_waits=self._only_waits, tick=tick):
                     self._listener.close()
                     self._listener = self.book.listen(str(self.holder.id))
@@ -416,15 +435,20 @@ _services: dict[str, Service] = {}
 _services_lock = threading.Lock()
 
 
-def service_for(url: str, *, host_identity: str | None, label: str, role: str = "runtime") -> Service:
-    """The service of this process for the book at `url`, started at the first call, which decides label and role.
+def service_for(
+    url: str, *, host_identity: str | None, label: str, role: str = "runtime", masks: Mapping[str, str] | None = None
+) -> Service:
+    """The service of this process for the book at `url`, started at the first call, which decides label, role, and
+    the masks that limit what the process sees.
 
     Raises `BookUnreachable` and `SchemaMismatch`.
     """
     with _services_lock:
         service = _services.get(url)
         if service is None:
-            service = _services[url] = Service(url, host_identity=host_identity, label=label, role=role)
+            service = _services[url] = Service(
+                url, host_identity=host_identity, label=label, role=role, masks=masks or {}
+            )
         return service
 
 
@@ -442,6 +466,7 @@ def own_service(settings: Settings | None = None, *, url: str | None = None, lab
         url or _own_book(settings),
         host_identity=settings.host_id,
         label=settings.label if label is None else label,
+        masks=settings.masks,
     )
 
 

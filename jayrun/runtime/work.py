@@ -122,7 +122,7 @@ class Invocation:
             Placement(
                 request.device,
                 request.backend,
-                share.host_index,
+                hold.device_id(request.device, request.backend, share.host_index, share.device_uuid),
                 share.memory_bytes,
                 host_index=share.host_index,
                 device_uuid=share.device_uuid,

@@ -294,7 +294,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"jayrun worker: {', '.join(told['modules'])} could not be imported", file=sys.stderr)
         return CANNOT_IMPORT
     assert settings.database_url is not None  # the supervisor says which book
-    service = service_for(settings.database_url, host_identity=settings.host_id, label=told["label"], role="worker")
+    service = service_for(
+        settings.database_url,
+        host_identity=settings.host_id,
+        label=told["label"],
+        masks=settings.masks,
+        role="worker",
+    )
     with os.fdopen(told["ready"], "w") as ready:
         json.dump(sorted(operators), ready)
     try:

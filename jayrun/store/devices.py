@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jayrun import kernel
-from jayrun.domain.devices import BookedDevice, DeviceState, RuntimeDevice
+from jayrun.domain.devices import Backend, BookedDevice, Device, DeviceState, RuntimeDevice
+from jayrun.domain.names import Named
 from jayrun.domain.visible import Sight, Visible
 from jayrun.errors import DeviceInUse, UnknownDevice, UnknownHost
 from jayrun.store.picture import booked_device, sights
@@ -56,6 +57,11 @@ LEFT JOIN (SELECT device_id, sum(memory_bytes)::bigint AS bytes, count(*) AS sha
            FROM jayrun.lease_shares WHERE ended_at IS NOT NULL AND folded_at IS NULL GROUP BY device_id) f
     ON f.device_id = d.id
 WHERE d.host_id = %s AND d.removed_at IS NULL ORDER BY d.kind, d.host_index
+"""
+
+_NAMES = """
+SELECT host_index, device_uuid, parent_uuid, kind, backends FROM jayrun.devices
+WHERE host_id = %s AND removed_at IS NULL ORDER BY kind, host_index
 """
 
 
@@ -127,6 +133,21 @@ def read_fleet(
     """The same in a transaction that is open, and what a holder sees of them, by what its mask names."""
     rows = execute(_FLEET, (kernel.boot_id(), host_id)).fetchall()
     return [booked_device(host_id, row) for row in rows], sights(rows)
+
+
+def names(book: Book, host_id: int) -> list[Named]:
+    """By which names the book knows the devices of the host."""
+    rows = book.written(lambda pg: pg.execute(_NAMES, (host_id,)).fetchall())
+    return [
+        Named(
+            host_index=index,
+            uuid=uuid,
+            parent_uuid=parent,
+            kind=Device(kind),
+            backends=frozenset(map(Backend, backends)),
+        )
+        for index, uuid, parent, kind, backends in rows
+    ]
 
 
 def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], statement: str) -> None:

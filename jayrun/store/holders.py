@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -17,7 +18,7 @@ from jayrun.store.ids import new_id
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book
 
-__all__ = ["Holder", "attest_host", "beat", "find_own_host", "leave", "leave_if_free", "register"]
+__all__ = ["Holder", "attest_host", "beat", "find_own_host", "leave", "leave_if_free", "register", "tell_visible"]
 
 _ADD_HOLDER = """
 INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_ticks, user_name, label, command, role,
@@ -25,6 +26,7 @@ INSERT INTO jayrun.holders (id, host_id, boot_id, pid_namespace, pid, start_tick
 VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
 """
 _BEAT = "UPDATE jayrun.holders SET seen_at = clock_timestamp(), only_waits = %s WHERE id = %s AND state = 'alive'"
+_SEES = "UPDATE jayrun.holders SET visible = %s WHERE id = %s AND visible IS DISTINCT FROM %s"
 _AWAKE = "UPDATE jayrun.holders SET silent = false WHERE id = %s AND silent AND state = 'alive'"
 
 
@@ -44,20 +46,34 @@ def register(
     label: str = "",
     command: str = "",
     incarnation: Incarnation | None = None,
-    visible: dict[str, list[str]] | None = None,
+    visible: Mapping[str, list[str]] | None = None,
 ) -> Holder:
     """Make a process a holder of the book (default: this one).
 
-    `role` is runtime, command, wrapper, worker or supervisor. `visible` is what its masks name, by backend: a device's
-    UUID or its number on the host. Of a backend that is missing it sees all devices, and None is no mask at all.
+    `role` is runtime, command, wrapper, worker or supervisor. `visible`: by backend, the names of the devices that it
+    can see, in its own order; None, or a backend that is missing: all.
     """
     who = incarnation or kernel.incarnation()
     holder = Holder(new_id(), host_id)
     values = (holder.id, host_id, who.boot_id, who.pid_namespace, who.pid, who.start_ticks)
-    described = (kernel.user_name(), plain(label), plain(command or kernel.command_line()), role)
-    masked = None if visible is None else Jsonb(visible)
-    book.written(lambda pg: pg.execute(_ADD_HOLDER, (*values, *described, masked)))
+    described = (kernel.user_name(), plain(label), plain(command or kernel.command_line()), role, _json(visible))
+    book.written(lambda pg: pg.execute(_ADD_HOLDER, values + described))
     return holder
+
+
+def tell_visible(book: Book, holder: Holder, visible: Mapping[str, list[str]] | None) -> None:
+    """What the holder can see now; unchanged, nothing is written."""
+    told = _json(visible)
+    book.written(lambda pg: pg.execute(_SEES, (told, holder.id, told)))
+
+
+def _json(visible: Mapping[str, list[str]] | None) -> Jsonb | None:
+    """`visible` for the book; a mask may be made of any characters."""
+    return (
+        None
+        if visible is None
+        else Jsonb({backend: [plain(name) for name in each] for backend, each in visible.items()})
+    )
 
 
 def beat(book: Book, holder: Holder, *, only_waits: bool = False) -> bool:

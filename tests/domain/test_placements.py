@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -33,6 +34,10 @@ def leased(device_id: int, memory_bytes: int = 100, hold: object = None) -> Plac
         epoch=3,
         hold=hold,
     )
+
+
+def unseen(host_index: int) -> Placement:
+    return dataclasses.replace(leased(0), device_id=None, host_index=host_index)
 
 
 def test_a_placement_and_a_group_share_one_surface() -> None:
@@ -71,6 +76,8 @@ def test_a_group_is_a_sequence() -> None:
     [
         ((), ValueError, "at least one"),
         ((leased(1), leased(1, 5)), ValueError, r"unique device ids, but have \[1, 1\]"),
+        ((unseen(3), unseen(3)), ValueError, r"unique device ids, but have \[None, None\]"),
+        ((CPU_PLACEMENT, CPU_PLACEMENT), ValueError, "unique device ids"),
         ((leased(1), "cuda:1"), TypeError, "Placement only, not 'cuda:1'"),
         ((leased(1), Placement(Device.GPU, Backend.CUDA, 2, 5)), ValueError, "share device, backend and lease"),
         ((leased(1), CPU_PLACEMENT), ValueError, "share device, backend and lease"),
@@ -79,6 +86,12 @@ def test_a_group_is_a_sequence() -> None:
 def test_a_group_that_makes_no_sense_is_refused(members: tuple[object, ...], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         PlacementGroup(members)
+
+
+def test_members_that_this_process_cannot_see_are_told_apart_by_their_number_on_the_host() -> None:
+    group = PlacementGroup((unseen(3), unseen(4), leased(3)))
+    assert group.device_ids == (3,)
+    assert [each.host_index for each in group] == [3, 4, 7]
 
 
 def test_the_cpu_needs_no_device_and_no_lease() -> None:

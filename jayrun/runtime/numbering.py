@@ -1,0 +1,42 @@
+"""By which numbers this process, or a command that it is going to run, uses the devices of its host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from jayrun.devices.visible import Numbering, see
+from jayrun.domain.devices import Backend
+from jayrun.domain.names import Named
+
+log = logging.getLogger("jayrun")
+
+
+def look(fleet: Sequence[Named], masks: Mapping[str, str], *, one_slice: bool = True) -> Numbering:
+    """What `masks` leave of the `fleet`, the devices that the book has on this host, and of what the driver shows here.
+
+    The driver is asked only where the book knows UUIDs by which its answer could be told. `one_slice` as in `see`.
+    """
+    numbering = see(masks, fleet, _shown() if any(_has_cuda_uuid(each) for each in fleet) else (), one_slice=one_slice)
+    for backend, names in numbering.lists.items():
+        mine = [device for device in fleet if backend in device.backends]
+        if (
+            mine
+            and names
+            and not any(name in (device.uuid, str(device.host_index)) for name in names for device in mine)
+        ):
+            log.warning(
+                "of the %s devices that this process sees (%s) the book knows none; `jayrun devices list` shows what "
+                "it knows, `jayrun devices discover` asks the driver",
+                backend,
+                numbering.told(backend),
+            )
+    return numbering
+
+
+def _has_cuda_uuid(device: Named) -> bool:
+    return device.uuid is not None and Backend.CUDA in device.backends
+
+
+def _shown() -> list[Named]:
+    return []
