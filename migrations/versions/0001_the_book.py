@@ -691,8 +691,9 @@ BEGIN
         SELECT d.id, d.withheld_bytes AS was, jayrun.to_withhold(d.id) AS is_now
         FROM jayrun.devices d WHERE d.host_id = the_host ORDER BY d.id
     LOOP
-        UPDATE jayrun.quarantines SET ended_at = until
-        WHERE device_id = r.id AND ended_at IS NULL AND until <= clock_timestamp();
+        UPDATE jayrun.quarantines SET ended_at = least(until, clock_timestamp())
+        WHERE device_id = r.id AND ended_at IS NULL
+          AND (until <= clock_timestamp() OR (SELECT b.quarantine_seconds = 0 FROM jayrun.settings b WHERE b.only_row));
         IF r.is_now <> r.was THEN
             UPDATE jayrun.devices SET withheld_bytes = r.is_now WHERE id = r.id;
             fell := fell OR r.is_now < r.was;
@@ -1202,7 +1203,7 @@ CREATE FUNCTION jayrun_audit.why_withheld(the_device bigint) RETURNS text LANGUA
     FROM jayrun.settings b, jayrun.devices d
     LEFT JOIN jayrun.device_observations x ON x.device_id = d.id
     CROSS JOIN LATERAL (SELECT CASE WHEN x.device_id IS NULL THEN 0 ELSE x.foreign_bytes END AS foreign_bytes) o
-    WHERE d.id = the_device AND d.withheld_bytes > 0
+    WHERE d.id = the_device AND greatest(d.withheld_bytes, jayrun.quarantined_bytes(d.id)) > 0
 $f$;
 COMMENT ON FUNCTION jayrun_audit.why_withheld IS 'Why something of a device is withheld now; null: nothing is';
 
@@ -1210,9 +1211,9 @@ CREATE VIEW jayrun_audit.capacity AS
 SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, w.state,
        d.exclusive_only, d.capacity_bytes, s.reserved_bytes,
        CASE WHEN s.exclusively_leased OR w.state <> 'online' THEN 0
-            ELSE greatest(d.capacity_bytes - s.reserved_bytes - d.withheld_bytes, 0) END AS free_bytes,
+            ELSE greatest(d.capacity_bytes - s.reserved_bytes - s.withheld_bytes, 0) END AS free_bytes,
        s.leases, s.exclusively_leased, d.host_id, d.id AS device_key,
-       d.withheld_bytes, jayrun_audit.why_withheld(d.id) AS withheld_for, d.ignore_bytes, d.ignore_commands
+       s.withheld_bytes, jayrun_audit.why_withheld(d.id) AS withheld_for, d.ignore_bytes, d.ignore_commands
 FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
 CROSS JOIN LATERAL (
     SELECT CASE WHEN h.seen_at < clock_timestamp() - make_interval(secs => b.holder_ttl_seconds) THEN 'offline'
@@ -1220,7 +1221,9 @@ CROSS JOIN LATERAL (
     FROM jayrun.settings b) w
 CROSS JOIN LATERAL (
     SELECT coalesce(sum(memory_bytes), 0)::bigint AS reserved_bytes, count(*)::integer AS leases,
-           coalesce(bool_or(exclusive), false) AS exclusively_leased
+           coalesce(bool_or(exclusive), false) AS exclusively_leased,
+           -- A share that has ended is withheld from now on, and not only once it is folded.
+           greatest(d.withheld_bytes, jayrun.quarantined_bytes(d.id)) AS withheld_bytes
     FROM jayrun.lease_shares WHERE device_id = d.id AND folded_at IS NULL AND ended_at IS NULL) s
 WHERE d.removed_at IS NULL;
 COMMENT ON VIEW jayrun_audit.capacity IS

@@ -357,6 +357,7 @@ def test_a_quarantine_is_in_force_before_anybody_can_be_granted_the_share(
         reclaim.sweep(book, host_id)  # its end, and nothing folded yet
         [(reserved, amount)] = sql.execute("SELECT reserved_bytes, withheld_bytes FROM jayrun.devices")
         assert (reserved, amount) == (10 * GB, 0)
+        assert audit.capacity(book)[0]["free_bytes"] == 14 * GB
         sql.execute("UPDATE jayrun.lease_shares SET folded_at = clock_timestamp() WHERE folded_at IS NULL")
         [(reserved, amount)] = sql.execute("SELECT reserved_bytes, withheld_bytes FROM jayrun.devices")
         assert (reserved, amount) == (0, 10 * GB)
@@ -381,7 +382,7 @@ def test_a_quarantine_ends_when_there_shall_be_none(book: Book, sql: Sql, host_i
     assert withheld_bytes(sql) == 24 * GB  # the whole device
     sql.execute("UPDATE jayrun.settings SET quarantine_seconds = 0")
     assert withheld.withhold(book, host_id)
-    assert withheld_bytes(sql) == 0
+    assert (withheld_bytes(sql), withheld_for(book)) == (0, None)
 
 
 def test_only_an_unclean_end_is_followed_by_a_quarantine(book: Book, sql: Sql) -> None:
