@@ -18,7 +18,7 @@ from sqlalchemy import Connection, text
 from jayrun import descendants, kernel
 from jayrun.domain.audit import Audit, Leased, Occupant, Situation, audit, is_given_back
 from jayrun.domain.liveness import Incarnation
-from jayrun.domain.ownership import Hold, Known, Lineage, own
+from jayrun.domain.ownership import Hold, Known, Lineage, Ownership, own
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
@@ -29,7 +29,7 @@ _NOT_OURS = (
 _NOT_SHOWN = "NVML does not show this device"
 
 _NOW = "SELECT clock_timestamp()"
-_SETTINGS = "SELECT idle_lease_seconds, look_seconds FROM jayrun.settings"
+_SETTINGS = "SELECT idle_lease_seconds FROM jayrun.settings"
 _DEVICES = """
 SELECT d.id, d.kind, d.host_index, d.device_uuid, d.ignore_bytes, d.ignore_commands,
        o.shows_processes AND o.observed_at > clock_timestamp() - make_interval(secs => 2 * b.look_seconds)
@@ -48,18 +48,24 @@ LEFT JOIN jayrun.device_observations o ON o.device_id = d.id
 LEFT JOIN jayrun.lease_observations y ON y.device_id = s.device_id AND y.lease_id = s.lease_id
 WHERE d.host_id = :host AND s.folded_at IS NULL AND s.ended_at IS NULL
 """
-# Of holders that could be meant: the live leases, of the ended ones the last, and those in quarantine; by device.
+# Whoever has to do with what lives on the host, or is in quarantine there: also who has left a lease that lives on.
 _HOLDS = """
+SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks, x.device_id, x.lease_id, l.ended_at IS NULL AS is_live,
+       l.epoch::float8 AS since
+FROM (SELECT s.device_id, s.lease_id FROM jayrun.lease_shares s WHERE s.folded_at IS NULL
+      UNION SELECT q.device_id, q.lease_id FROM jayrun.quarantines q WHERE q.ended_at IS NULL) x
+JOIN jayrun.devices d ON d.id = x.device_id JOIN jayrun.leases l ON l.id = x.lease_id
+JOIN jayrun.lease_holders t ON t.lease_id = x.lease_id JOIN jayrun.holders o ON o.id = t.holder_id
+WHERE d.host_id = :host AND o.boot_id = :boot
+"""
+# The last lease on a device that each of these had; asked once of a process, for what is found is noted beside it.
+_HELD_ONCE = """
 SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks, x.device_id, x.lease_id, x.is_live, x.since
 FROM jayrun.holders o CROSS JOIN LATERAL (
-    SELECT * FROM (
-        SELECT s.device_id, s.lease_id, l.ended_at IS NULL AS is_live, l.epoch::float8 AS since,
-               row_number() OVER (PARTITION BY s.device_id, l.ended_at IS NULL ORDER BY l.epoch DESC) AS place,
-               EXISTS (SELECT FROM jayrun.quarantines q WHERE q.lease_id = s.lease_id AND q.device_id = s.device_id
-                       AND q.ended_at IS NULL) AS in_quarantine
-        FROM jayrun.lease_holders t JOIN jayrun.leases l ON l.id = t.lease_id
-        JOIN jayrun.lease_shares s ON s.lease_id = l.id WHERE t.holder_id = o.id) y
-    WHERE y.is_live OR y.place = 1 OR y.in_quarantine) x
+    SELECT s.device_id, s.lease_id, l.ended_at IS NULL AS is_live, l.epoch::float8 AS since
+    FROM jayrun.lease_holders t JOIN jayrun.leases l ON l.id = t.lease_id
+    JOIN jayrun.lease_shares s ON s.lease_id = l.id AND s.device_id = :device
+    WHERE t.holder_id = o.id ORDER BY l.epoch DESC LIMIT 1) x
 WHERE o.host_id = :host AND o.boot_id = :boot AND o.pid = ANY (:pids)
 """
 _NAMED = """
@@ -89,7 +95,7 @@ class CardProcess:
 class Card:
     """What the driver showed of a GPU, or a MIG slice: found in the book by its UUID, else by its number on the host.
 
-    `processes` is None where they cannot be read, and `problem` says what is wrong with the card.
+    `processes`, each once, is None where they cannot be read, and `problem` says what is wrong with the card.
     """
 
     index: int
@@ -146,15 +152,15 @@ class _Scene:
         def rows(statement: str, **values: object) -> Sequence[Any]:
             return connection.execute(text(statement), values).all()
 
-        [(self.idle_seconds, _)] = rows(_SETTINGS)
+        [(self.idle_seconds,)] = rows(_SETTINGS)
+        self._rows = rows
+        self._host_id = host_id
         self.devices = rows(_DEVICES, host=host_id)
         self.leases = rows(_LEASES, host=host_id)
         self.quarantines = rows(_QUARANTINES, host=host_id, since=since)
         self.lineages = lineages
         self._before = {(row.device_id, row.pid): row for row in rows(_SEEN_BEFORE, host=host_id)}
-        numbers = {each.pid for lineage in lineages.values() for each in (lineage.itself, *lineage.kin) if each}
-        numbers |= {pid for lineage in lineages.values() for pid in (lineage.pid, *lineage.gone)}
-        self._holds = rows(_HOLDS, host=host_id, boot=kernel.boot_id(), pids=sorted(numbers))
+        self._holds = rows(_HOLDS, host=host_id, boot=kernel.boot_id())
         names = {lineage.lease for lineage in lineages.values()} | {row.lease_id for row in self._before.values()}
         self._named = rows(_NAMED, leases=sorted(names - {None}, key=str))
 
@@ -168,20 +174,13 @@ class _Scene:
     def occupant(self, device_id: int, process: CardProcess) -> Occupant:
         """The process with the leases on the device that it counts to."""
         lineage = self.lineages[process.pid]
-        holders: dict[UUID, tuple[Incarnation, list[Hold]]] = {}
-        for row in self._holds:
-            if row.device_id == device_id:
-                _, holds = holders.setdefault(row.id, (Incarnation(*row[1:5]), []))
-                holds.append(Hold(row.lease_id, row.is_live, row.since))
-        before = self.before(device_id, process.pid)
-        names = {lineage.lease, None if before is None else before.lease_id}
-        named = [
-            Hold(row.lease_id, row.is_live, row.since)
-            for row in self._named
-            if row.device_id == device_id and row.lease_id in names
-        ]
-        known = [Known(who, tuple(holds)) for who, holds in holders.values()]
-        owned = own(lineage, known, named=named, pid_namespace=kernel.pid_namespace())
+        owned = self._owned(device_id, lineage, self._holds)
+        if owned == Ownership():
+            numbers = {each.pid for each in (lineage.itself, *lineage.kin) if each} | {lineage.pid, *lineage.gone}
+            once = self._rows(
+                _HELD_ONCE, device=device_id, host=self._host_id, boot=kernel.boot_id(), pids=sorted(numbers)
+            )
+            owned = self._owned(device_id, lineage, once)
         return Occupant(
             pid=process.pid,
             used_bytes=process.used_bytes,
@@ -192,6 +191,22 @@ class _Scene:
             is_gone=lineage.itself is None,
         )
 
+    def _owned(self, device_id: int, lineage: Lineage, rows: Sequence[Any]) -> Ownership:
+        holders: dict[UUID, tuple[Incarnation, list[Hold]]] = {}
+        for row in rows:
+            if row.device_id == device_id:
+                _, holds = holders.setdefault(row.id, (Incarnation(*row[1:5]), []))
+                holds.append(Hold(row.lease_id, row.is_live, row.since))
+        before = self.before(device_id, lineage.pid)
+        names = {lineage.lease, None if before is None else before.lease_id}
+        named = [
+            Hold(row.lease_id, row.is_live, row.since)
+            for row in self._named
+            if row.device_id == device_id and row.lease_id in names
+        ]
+        known = [Known(who, tuple(holds)) for who, holds in holders.values()]
+        return own(lineage, known, named=named, pid_namespace=kernel.pid_namespace())
+
 
 def _card_of(device: Any, cards: Sequence[Card]) -> Card | None:
     """By its UUID; a device that has none by its number, if it is a GPU."""
@@ -200,22 +215,13 @@ def _card_of(device: Any, cards: Sequence[Card]) -> Card | None:
     return next((card for card in cards if device.kind == "gpu" and card.index == device.host_index), None)
 
 
-def _once(processes: Sequence[CardProcess]) -> list[CardProcess]:
-    """Each process once: one that both computes and draws may be listed for either, with the same memory."""
-    found: dict[int, CardProcess] = {}
-    for each in processes:
-        if each.pid not in found or (each.used_bytes or 0) > (found[each.pid].used_bytes or 0):
-            found[each.pid] = each
-    return list(found.values())
-
-
 def _add(
     written: dict[str, list[Any]], scene: _Scene, device: Any, card: Card, shows: bool, problem: str | None
 ) -> None:
     """Judge one device, and add what is to be written of it."""
     shares = [row for row in scene.leases if row.device_id == device.id]
     found = Situation(
-        processes=tuple(scene.occupant(device.id, each) for each in _once(card.processes or ())) if shows else None,
+        processes=tuple(scene.occupant(device.id, each) for each in card.processes or ()) if shows else None,
         leases=tuple(
             Leased(
                 lease_id=row.lease_id,
