@@ -28,8 +28,8 @@ class Occupant:
 
     `used_bytes` is None where the driver does not tell, which is not zero. `leases` are the live ones on this device
     that it counts to; else `former` are the ended ones that it comes from, the last first. `is_gone`: the kernel has no
-    such process any more, and the driver still keeps its memory. `name` and `command` are the kernel's short name and
-    the command line.
+    such process any more, and the driver still keeps its memory. `is_attended`: who held one of `former` is alive.
+    `name` and `command` are the kernel's short name and the command line.
     """
 
     pid: int
@@ -39,6 +39,7 @@ class Occupant:
     name: str = ""
     command: str = ""
     is_gone: bool = False
+    is_attended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,8 @@ class Told:
 class Audit:
     """What was found of the device itself, of each of its leases, and of each process that counts to none (by pid).
 
-    `foreign_bytes` is what such processes use, as far as it is not passed over; None: something, and nobody can tell
-    how much.
+    `foreign_bytes` is what such processes use, as far as it is not passed over, and not kept by a program that is alive
+    and had a lease, for it would wait for itself; None: something, and nobody can tell how much.
     """
 
     device: Told
@@ -166,7 +167,8 @@ def _of_others(others: Sequence[Occupant], found: Situation) -> tuple[dict[int, 
     if used is not None and used <= found.ignore_bytes:
         few = f"passed over: no more than {format_bytes(found.ignore_bytes)} are used without a lease"
         return told | {each.pid: Told(Finding.OK, few, each.used_bytes) for each in rest}, 0
-    return told | {each.pid: _of_stranger(each) for each in rest}, used
+    foreign = _foreign_bytes([each for each in rest if not each.is_attended], found)
+    return told | {each.pid: _of_stranger(each) for each in rest}, foreign
 
 
 def _of_stranger(process: Occupant) -> Told:

@@ -31,11 +31,15 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A lease that a holder holds or held: `since` rises with time, and `is_live` says that the lease has not ended."""
+    """A lease that a holder holds or held.
+
+    `is_live`: the lease has not ended; `since` rises with time; `is_attended`: who holds or held it is alive.
+    """
 
     lease_id: UUID
     is_live: bool
     since: float
+    is_attended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,14 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The live leases that a process counts to; else the ended ones that it comes from, the last first; else none."""
+    """The live leases that a process counts to; else the ended ones that it comes from, the last first; else none.
+
+    `is_attended`: one who held one of those is alive, and may have it again.
+    """
 
     leases: frozenset[UUID] = frozenset()
     former: tuple[UUID, ...] = ()
+    is_attended: bool = False
 
 
 def own(lineage: Lineage, known: Sequence[Known], *, named: Iterable[Hold], pid_namespace: int) -> Ownership:
@@ -67,7 +75,10 @@ def own(lineage: Lineage, known: Sequence[Known], *, named: Iterable[Hold], pid_
         if live := frozenset(hold.lease_id for hold in holds if hold.is_live):
             return Ownership(leases=live)
     ended = sorted((hold for holds in [*holders, named] for hold in holds), key=lambda hold: -hold.since)
-    return Ownership(former=tuple(dict.fromkeys(hold.lease_id for hold in ended)))
+    return Ownership(
+        former=tuple(dict.fromkeys(hold.lease_id for hold in ended)),
+        is_attended=any(hold.is_attended for hold in ended),
+    )
 
 
 def _nearest_first(lineage: Lineage, known: Sequence[Known], pid_namespace: int) -> Iterator[tuple[Hold, ...]]:

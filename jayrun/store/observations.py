@@ -51,7 +51,7 @@ WHERE d.host_id = :host AND s.folded_at IS NULL AND s.ended_at IS NULL
 # Whoever has to do with what lives on the host, or is in quarantine there: also who has left a lease that lives on.
 _HOLDS = """
 SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks, x.device_id, x.lease_id, l.ended_at IS NULL AS is_live,
-       l.epoch::float8 AS since
+       l.epoch::float8 AS since, o.state = 'alive' AS is_attended
 FROM (SELECT s.device_id, s.lease_id FROM jayrun.lease_shares s WHERE s.folded_at IS NULL
       UNION SELECT q.device_id, q.lease_id FROM jayrun.quarantines q WHERE q.ended_at IS NULL) x
 JOIN jayrun.devices d ON d.id = x.device_id JOIN jayrun.leases l ON l.id = x.lease_id
@@ -60,7 +60,8 @@ WHERE d.host_id = :host AND o.boot_id = :boot
 """
 # The last lease on a device that each of these had; asked once of a process, for what is found is noted beside it.
 _HELD_ONCE = """
-SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks, x.device_id, x.lease_id, x.is_live, x.since
+SELECT o.id, o.boot_id, o.pid_namespace, o.pid, o.start_ticks, x.device_id, x.lease_id, x.is_live, x.since,
+       o.state = 'alive' AS is_attended
 FROM jayrun.holders o CROSS JOIN LATERAL (
     SELECT s.device_id, s.lease_id, l.ended_at IS NULL AS is_live, l.epoch::float8 AS since
     FROM jayrun.lease_holders t JOIN jayrun.leases l ON l.id = t.lease_id
@@ -69,7 +70,9 @@ FROM jayrun.holders o CROSS JOIN LATERAL (
 WHERE o.host_id = :host AND o.boot_id = :boot AND o.pid = ANY (:pids)
 """
 _NAMED = """
-SELECT s.device_id, s.lease_id, l.ended_at IS NULL AS is_live, l.epoch::float8 AS since
+SELECT s.device_id, s.lease_id, l.ended_at IS NULL AS is_live, l.epoch::float8 AS since,
+       EXISTS (SELECT FROM jayrun.lease_holders t JOIN jayrun.holders o ON o.id = t.holder_id
+               WHERE t.lease_id = l.id AND o.state = 'alive') AS is_attended
 FROM jayrun.leases l JOIN jayrun.lease_shares s ON s.lease_id = l.id WHERE l.id = ANY (:leases)
 """
 _SEEN_BEFORE = """
@@ -189,6 +192,7 @@ class _Scene:
             name=lineage.name,
             command=lineage.command,
             is_gone=lineage.itself is None,
+            is_attended=owned.is_attended,
         )
 
     def _owned(self, device_id: int, lineage: Lineage, rows: Sequence[Any]) -> Ownership:
@@ -196,16 +200,16 @@ class _Scene:
         for row in rows:
             if row.device_id == device_id:
                 _, holds = holders.setdefault(row.id, (Incarnation(*row[1:5]), []))
-                holds.append(Hold(row.lease_id, row.is_live, row.since))
+                holds.append(_hold(row))
         before = self.before(device_id, lineage.pid)
         names = {lineage.lease, None if before is None else before.lease_id}
-        named = [
-            Hold(row.lease_id, row.is_live, row.since)
-            for row in self._named
-            if row.device_id == device_id and row.lease_id in names
-        ]
+        named = [_hold(row) for row in self._named if row.device_id == device_id and row.lease_id in names]
         known = [Known(who, tuple(holds)) for who, holds in holders.values()]
         return own(lineage, known, named=named, pid_namespace=kernel.pid_namespace())
+
+
+def _hold(row: Any) -> Hold:
+    return Hold(row.lease_id, row.is_live, row.since, row.is_attended)
 
 
 def _card_of(device: Any, cards: Sequence[Card]) -> Card | None:

@@ -102,6 +102,8 @@ def test_a_lease_whose_processes_may_be_hidden_is_not_called_idle() -> None:
         ([used(1, 5, name="Xorg"), used(2, 4)], ["ok", "squatter"], 4),
         ([used(1, 5, command="python Xorg")], ["squatter"], 5),
         ([used(1, None)], ["squatter"], None),
+        ([used(1, 3, former=[ENDED], is_attended=True)], ["orphan"], 0),
+        ([used(1, 3, former=[ENDED], is_attended=True), used(2, 0.1)], ["orphan", "squatter"], 0.1),
     ],
 )
 def test_processes_without_a_lease(processes: list[Occupant], words: list[str], foreign: float | None) -> None:

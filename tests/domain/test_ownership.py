@@ -51,3 +51,10 @@ def test_whose_a_process_is(
 ) -> None:
     owned = own(lineage, known, named=named, pid_namespace=HERE)
     assert (owned.leases, owned.former) == (leases, former)
+
+
+def test_whether_who_held_it_is_alive() -> None:
+    kept = Hold(OLDER, False, 3, is_attended=True)
+    process = Lineage(pid=7, itself=seen(7), kin=(seen(6),))
+    assert own(process, [holder(7, ended), holder(6, kept)], named=[], pid_namespace=HERE).is_attended
+    assert not own(process, [holder(7, ended), holder(6, older)], named=[], pid_namespace=HERE).is_attended
