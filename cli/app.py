@@ -23,6 +23,7 @@ from .leases import leases
 from .queue import queue
 from .reconciler import reconciler
 from .run import RunCommand, run
+from .settings import settings
 from .why import why
 from .worker import worker
 
@@ -33,7 +34,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [
             *("run", "can", "devices", "leases", "queue", "why", "executions", "worker"),
-            *("holders", "hosts", "db", "reconciler", "demo"),
+            *("holders", "hosts", "settings", "db", "reconciler", "demo"),
         ]
 
 
@@ -53,6 +54,7 @@ app.add_typer(executions, name="executions")
 app.command()(worker)
 app.add_typer(holders, name="holders")
 app.add_typer(hosts, name="hosts")
+app.add_typer(settings, name="settings")
 app.command()(reconciler)
 app.command()(demo)
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)

@@ -22,7 +22,7 @@ from jayrun.store.transactions import Book
 from .book import open_book, open_judged
 from .exits import checked_arguments
 from .options import AsJson, HostName
-from .render import Column, ranges, show_rows
+from .render import Column, Row, ranges, show_rows
 
 devices = typer.Typer(help="Show and change which accelerators may be leased.", no_args_is_help=True)
 
@@ -38,10 +38,15 @@ COLUMNS = (
     Column("EXCLUSIVE", lambda row: "now" if row["exclusively_leased"] else "always" if row["exclusive_only"] else "-"),
     Column("BACKENDS", lambda row: ",".join(row["backends"]), folds=True, spare=2),
     Column("NAME", lambda row: row["name"] or row["device_uuid"] or "-", folds=True, spare=3),
+    Column("WITHHELD", lambda row: _withheld(row), folds=True, below=True),
 )
 
 Kind = Annotated[Literal["gpu", "tpu"], typer.Option("--device", help="The kind of the devices.")]
 Numbers = Annotated[list[int], typer.Argument(metavar="DEVICE_ID...", help="Numbers of devices on their host.")]
+
+
+def _withheld(row: Row) -> str:
+    return f"{format_bytes(row['withheld_bytes'])}: {row['withheld_for']}" if row["withheld_bytes"] else "-"
 
 
 @devices.command("list")
@@ -134,6 +139,42 @@ def drain(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_json
 def resume(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_json: AsJson = False) -> None:
     """Let drained devices take leases again."""
     _set_state(numbers, device, DeviceState.ONLINE, host=host, as_json=as_json, verb="online:")
+
+
+@devices.command()
+def ignore(
+    numbers: Numbers,
+    below_gb: Annotated[
+        float | None,
+        typer.Option(metavar="GB", help="What a process may use beside its lease, and others without one together."),
+    ] = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A program that may use them without a lease; again for more. Replaces all."),
+    ] = None,
+    no_commands: Annotated[bool, typer.Option("--no-commands", help="No program may.")] = False,
+    device: Kind = "gpu",
+    host: HostName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what `jayrun audit` passes over.
+
+    That is what a desktop's windows use, and what a program takes beside the memory that it asks for.
+    """
+    if below_gb is None and not command and not no_commands:
+        raise typer.BadParameter("give --below-gb, --command or --no-commands")
+    if command and no_commands:
+        raise typer.BadParameter("--command and --no-commands exclude each other")
+    with checked_arguments():
+        below_bytes = None if below_gb is None else gigabytes_to_bytes(below_gb, "--below-gb")
+    names = [] if no_commands else command
+
+    def change(book: Book, host_id: int) -> None:
+        for number in numbers:
+            booked.ignore(book, host_id, kind=device, host_index=number, below_bytes=below_bytes, commands=names)
+
+    only = {(str(device), number) for number in numbers}
+    _change(change, host=host, as_json=as_json, done=f"the audit of {device} {ranges(numbers)} is changed", only=only)
 
 
 @devices.command()

@@ -1,4 +1,4 @@
-"""Processes by descent: who is below a process, and who inherited a variable. Read from /proc; Linux only."""
+"""Processes by descent: who is below one, whence one comes, who inherited a variable. Read from /proc; Linux only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import UUID
 
 from jayrun import kernel
-from jayrun.domain.liveness import Incarnation, Verdict
+from jayrun.domain.liveness import Incarnation, Inhabitant, Verdict
+from jayrun.domain.ownership import Lineage
 
 LEASE_VARIABLE = "JAYRUN_LEASE"
 """Names the lease of a wrapped command to the command, and so to all that it starts."""
+_MOST_KIN = 256  # a chain that changes while it is read might have no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,38 @@ def bearers(variable: str, values: Collection[str]) -> list[tuple[str, Process]]
     return list(found.values())
 
 
+def lineage(pid: int) -> Lineage:
+    """A process by the number that this process sees it by, and where it comes from."""
+    itself = kernel.inhabitant(pid)
+    if itself is None or itself.absent:
+        return Lineage(pid=pid)
+    kin: list[Inhabitant] = []
+    parent = _parent(pid)
+    while parent and (found := kernel.inhabitant(parent)) is not None and len(kin) < _MOST_KIN:
+        kin.append(found)
+        parent = _parent(parent)
+    gone = []
+    for leader in {*_stat(pid)[1:]} - {0, pid}:
+        if (found := kernel.inhabitant(leader)) is not None:
+            kin.append(found)
+        else:
+            gone.append(leader)
+    process = _look_at(pid)
+    lease = None
+    with suppress(ValueError):
+        lease = UUID(_variable(pid, LEASE_VARIABLE) or "")
+    return Lineage(
+        pid=pid,
+        itself=itself,
+        kin=tuple(kin),
+        gone=tuple(gone),
+        lease=lease,
+        name=process.name if process else "",
+        command=process.command if process else "",
+        user_name=process.user_name if process else "",
+    )
+
+
 def send(process: Process, number: int) -> None:
     """Send the signal `number` to this very process, if it is still there and may be sent one."""
     with suppress(OSError):
@@ -91,8 +126,13 @@ def _pids() -> list[int]:
 
 
 def _parent(pid: int) -> int | None:
+    return next(iter(_stat(pid)), None)
+
+
+def _stat(pid: int) -> list[int]:
+    """Its parent, process group and session; nothing when it is gone."""
     stat = _read(pid, "stat")
-    return int(stat[stat.rindex(b")") + 2 :].split()[1]) if stat else None
+    return [int(number) for number in stat[stat.rindex(b")") + 2 :].split()[1:4]] if stat else []
 
 
 def _variable(pid: int, name: str) -> str | None:

@@ -130,6 +130,30 @@ def incarnation(pid: int | None = None) -> Incarnation:
     return Incarnation(boot_id=boot_id(), pid_namespace=pid_namespace(), pid=pid, start_ticks=ticks)
 
 
+def inhabitant(pid: int) -> Inhabitant | None:
+    """A process of this pid namespace as it would record itself, which is by the innermost one that it is in.
+
+    None when it is not there, or /proc is not ours.
+    """
+    fields = _stat(str(pid)) if _proc_is_ours() else None
+    if fields is None:
+        return None
+    try:
+        numbers = _field(f"{pid}/status", "NSpid:") or [str(pid)]
+        namespace: int | None = os.stat(_PROC / str(pid) / "ns/pid").st_ino
+    except PermissionError:  # another user's
+        namespace = pid_namespace() if len(numbers) == 1 else None
+    except OSError:
+        return None
+    return Inhabitant(pid, int(numbers[-1]), namespace, _started(fields), _is_over(str(pid), fields))
+
+
+def sees_the_drivers_pids() -> bool:
+    """Whether the process numbers that a device driver tells are those that this process sees: they count in the
+    kernel's first pid namespace."""
+    return _proc_is_ours() and pid_namespace() == _FIRST_PID_NAMESPACE
+
+
 def verdict(recorded: Incarnation) -> Verdict:
     """The kernel's judgement of a process of this very pid namespace: alive or dead; of any other it is unseen.
 

@@ -94,14 +94,16 @@ def judge_below(recorded: Incarnation, around: Surroundings) -> Verdict:
 
 def find_below(recorded: Incarnation, inhabitants: Iterable[Inhabitant]) -> Inhabitant | None:
     """The process that was recorded, as far as can be read."""
-    for each in inhabitants:
-        if (
-            each.pid == recorded.pid
-            and each.pid_namespace in (None, recorded.pid_namespace)
-            and _same_start(each.start_ticks, recorded)
-        ):
-            return each
-    return None
+    return next((each for each in inhabitants if is_same(recorded, each)), None)
+
+
+def is_same(recorded: Incarnation, seen: Inhabitant) -> bool:
+    """Whether a process that is seen is the one that was recorded, as far as can be read."""
+    return (
+        seen.pid == recorded.pid
+        and seen.pid_namespace in (None, recorded.pid_namespace)
+        and _same_start(seen.start_ticks, recorded)
+    )
 
 
 def _same_start(start_ticks: int | None, recorded: Incarnation) -> bool:

@@ -99,6 +99,13 @@ def holders(book: Book) -> list[Row]:
     return _rows(book, "SELECT * FROM jayrun_audit.holders ORDER BY host, since, id")
 
 
+def audit(book: Book) -> list[Row]:
+    """View `audit`: what was found of every device and its leases when somebody looked last, the worst first."""
+    return _rows(
+        book, "SELECT * FROM jayrun_audit.audit ORDER BY host, device, device_id, finding = 'ok', finding, since, pid"
+    )
+
+
 def violations(book: Book) -> list[Row]:
     """View `violations`: always empty."""
     return _rows(book, "SELECT * FROM jayrun_audit.violations")

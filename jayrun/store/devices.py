@@ -11,6 +11,7 @@ from jayrun.domain.names import Named
 from jayrun.domain.visible import Sight, Visible
 from jayrun.errors import DeviceInUse, UnknownDevice, UnknownHost
 from jayrun.store.picture import booked_device, sights
+from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
 # Declaring again updates, and brings a removed device back.
@@ -42,6 +43,11 @@ SELECT kind, host_index FROM jayrun.devices WHERE host_id = %s AND removed_at IS
 """
 _REMOVE = "UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'offline' WHERE id = %s"
 _SET_STATE = "UPDATE jayrun.devices SET state = %s WHERE id = %s"
+_IGNORE = """
+UPDATE jayrun.devices SET ignore_bytes = coalesce(%s, ignore_bytes),
+    ignore_commands = coalesce(%s::text[], ignore_commands)
+WHERE id = %s
+"""
 _HOST = "SELECT id, identity FROM jayrun.hosts WHERE identity = %s OR name = %s ORDER BY identity = %s DESC LIMIT 2"
 _HOSTS = "SELECT name, identity FROM jayrun.hosts ORDER BY id"
 # What is reserved without the ended leases that no admission has folded yet; on a silent host nobody admits.
@@ -170,6 +176,28 @@ def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], s
 
     if rows:
         book.gated(unit)
+
+
+def ignore(
+    book: Book,
+    host_id: int,
+    *,
+    kind: str,
+    host_index: int,
+    below_bytes: int | None = None,
+    commands: Sequence[str] | None = None,
+) -> None:
+    """What the audit passes over on a device: so many bytes, and processes of these names; None stays as it is.
+
+    Raises `UnknownDevice`, saying which exist.
+    """
+
+    def unit(gate: Gate) -> None:
+        device_id = _find(gate, host_id, kind, host_index)
+        gate.execute(_IGNORE, (below_bytes, None if commands is None else list(map(plain, commands)), device_id))
+        gate.commit()
+
+    book.gated(unit)
 
 
 def _find(gate: Gate, host_id: int, kind: str, host_index: int) -> int:

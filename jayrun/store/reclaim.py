@@ -11,7 +11,7 @@ from psycopg import Connection as PgConnection
 
 from jayrun import kernel, probes
 from jayrun.domain.liveness import Incarnation, Verdict, is_over
-from jayrun.store import heirs, hosts
+from jayrun.store import heirs, hosts, withheld
 from jayrun.store.transactions import Book
 
 # By the database's clock alone: who is silent, whether the host has been in touch through this boot for as long, and of
@@ -104,10 +104,10 @@ def sweep(book: Book, host_id: int) -> int:
     """End the leases, executions and rows of every holder of the host that is dead; returns how many.
 
     That is by the kernel's word, or, where nobody sees it, by time. Who is seen is told to live, and so is the host.
-    The capacity is free once somebody combines (`admission.combine`).
+    Quarantines whose time is over end too. The capacity is free once somebody combines (`admission.combine`).
     """
 
-    def unit(pg: PgConnection[Any]) -> int:
+    def unit(pg: PgConnection[Any]) -> tuple[int, bool]:
         hosts.see(pg, host_id)
         found = _judged(pg.execute, host_id)
         verdicts = _over(found)
@@ -121,9 +121,12 @@ def sweep(book: Book, host_id: int) -> int:
             ended += 1
         if seen := [each.id for each in found if each.verdict is Verdict.ALIVE and each.is_due]:
             pg.execute(_ATTEST, (seen,))
-        return ended
+        return ended, withheld.is_too_much(pg, host_id)
 
-    return book.written(unit)
+    ended, withholds_too_much = book.written(unit)
+    if withholds_too_much:
+        withheld.withhold(book, host_id)
+    return ended
 
 
 def find_dead(execute: Callable[..., Any], host_id: int) -> list[UUID]:

@@ -24,7 +24,9 @@ DO $$ BEGIN
         GRANT USAGE ON SCHEMA jayrun, jayrun_audit TO jayrun_worker;
         GRANT SELECT ON ALL TABLES IN SCHEMA jayrun, jayrun_audit TO jayrun_worker;
         GRANT INSERT, UPDATE ON jayrun.hosts, jayrun.devices, jayrun.holders, jayrun.executions, jayrun.leases,
-            jayrun.lease_shares, jayrun.lease_holders TO jayrun_worker;
+            jayrun.lease_shares, jayrun.lease_holders, jayrun.quarantines TO jayrun_worker;
+        GRANT INSERT, UPDATE, DELETE ON jayrun.device_observations, jayrun.lease_observations,
+            jayrun.process_observations TO jayrun_worker;
         GRANT INSERT ON jayrun.placement_requests, jayrun.lease_events TO jayrun_worker;
         GRANT UPDATE ON jayrun.gate TO jayrun_worker;
         GRANT USAGE ON ALL SEQUENCES IN SCHEMA jayrun TO jayrun_worker;

@@ -77,6 +77,16 @@ devices = Table(
     Column("reserve_bytes", BigInteger, nullable=False, server_default="0"),
     Column("withheld_bytes", BigInteger, nullable=False, server_default="0"),
     Column("pci_bus_id", Text),
+    Column("ignore_bytes", BigInteger, nullable=False, server_default="512000000"),
+    Column(
+        "ignore_commands",
+        ARRAY(Text),
+        nullable=False,
+        server_default=text(
+            "ARRAY['Xorg', 'Xwayland', 'gnome-shell', 'kwin_wayland', 'kwin_x11', 'plasmashell', "
+            "'nvidia-cuda-mps-server']"
+        ),
+    ),
     Column("parent_uuid", Text),
     Column("island", Integer),
     Column("fault", Text),
@@ -283,3 +293,55 @@ lease_events = Table(
 )
 Index("lease_events_lease", lease_events.c.lease_id, postgresql_where=lease_events.c.lease_id.is_not(None))
 Index("lease_events_declared", lease_events.c.holder_id, postgresql_where=lease_events.c.kind == "declared")
+
+quarantines = Table(
+    "quarantines",
+    metadata,
+    Column("lease_id", UUID, ForeignKey("jayrun.leases.id"), primary_key=True),
+    Column("device_id", BigInteger, ForeignKey("jayrun.devices.id"), primary_key=True),
+    Column("memory_bytes", BigInteger, nullable=False),
+    Column("since", INSTANT, nullable=False),
+    Column("until", INSTANT, nullable=False),
+    Column("ended_at", INSTANT),
+)
+Index("quarantines_open", quarantines.c.device_id, postgresql_where=quarantines.c.ended_at.is_(None))
+
+device_observations = Table(
+    "device_observations",
+    metadata,
+    Column("device_id", BigInteger, ForeignKey("jayrun.devices.id"), primary_key=True, autoincrement=False),
+    Column("observed_at", INSTANT, nullable=False),
+    Column("finding", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("shows_processes", Boolean, nullable=False),
+    Column("used_bytes", BigInteger),
+    Column("usable_bytes", BigInteger),
+    Column("foreign_bytes", BigInteger),
+)
+
+lease_observations = Table(
+    "lease_observations",
+    metadata,
+    Column("device_id", BigInteger, ForeignKey("jayrun.devices.id"), primary_key=True),
+    Column("lease_id", UUID, primary_key=True),
+    Column("finding", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("used_bytes", BigInteger),
+    Column("leased_bytes", BigInteger, nullable=False),
+    Column("unused_since", INSTANT),
+)
+
+process_observations = Table(
+    "process_observations",
+    metadata,
+    Column("device_id", BigInteger, ForeignKey("jayrun.devices.id"), primary_key=True),
+    Column("pid", Integer, primary_key=True),
+    Column("start_ticks", BigInteger),
+    Column("finding", Text),
+    Column("detail", Text, nullable=False),
+    Column("lease_id", UUID),
+    Column("user_name", Text, nullable=False),
+    Column("command", Text, nullable=False),
+    Column("used_bytes", BigInteger),
+    Column("first_seen", INSTANT, nullable=False),
+)

@@ -44,6 +44,20 @@ CREATE TABLE jayrun.settings (
 );
 INSERT INTO jayrun.settings DEFAULT VALUES;
 COMMENT ON TABLE jayrun.settings IS 'One row: the settings of the whole book';
+COMMENT ON COLUMN jayrun.settings.bypass_limit IS
+    'So many grants may go to others before somebody who waited longer, and could use the device; then it is kept for it';
+COMMENT ON COLUMN jayrun.settings.grants_per_batch IS 'So many who wait one admission serves at most, before it lets others go on';
+COMMENT ON COLUMN jayrun.settings.tick_seconds IS
+    'How often every process looks for what the dead left, and shows life; at most a third of holder_ttl_seconds';
+COMMENT ON COLUMN jayrun.settings.holder_ttl_seconds IS
+    'After so much silence a host gets no new leases, and a process that nobody of its host can see is held to be gone';
+COMMENT ON COLUMN jayrun.settings.claim_seconds IS 'A grant that its execution has not claimed for so long goes back';
+COMMENT ON COLUMN jayrun.settings.crash_limit IS 'So many workers an execution may bring down before it has failed';
+COMMENT ON COLUMN jayrun.settings.cancel_seconds IS
+    'A worker whose execution goes on for so long after it was asked to end is killed; 0: at once';
+COMMENT ON COLUMN jayrun.settings.lend_seconds IS 'For so long a process keeps the lease of a placement that it has pickled';
+COMMENT ON CONSTRAINT settings_ttl_of_three_ticks ON jayrun.settings IS
+    'holder_ttl_seconds is at least three times tick_seconds';
 COMMENT ON COLUMN jayrun.settings.look_seconds IS 'How often reconcilers look at the hardware itself';
 COMMENT ON COLUMN jayrun.settings.idle_lease_seconds IS
     'A lease whose holders have used no memory of its devices for so long is told by the audit as idle';
@@ -81,6 +95,9 @@ CREATE TABLE jayrun.devices (
     reserve_bytes   bigint NOT NULL DEFAULT 0 CHECK (reserve_bytes >= 0),
     withheld_bytes  bigint NOT NULL DEFAULT 0 CHECK (withheld_bytes >= 0),
     pci_bus_id      text,
+    ignore_bytes    bigint NOT NULL DEFAULT 512000000 CHECK (ignore_bytes >= 0),
+    ignore_commands text[] NOT NULL DEFAULT ARRAY[
+        'Xorg', 'Xwayland', 'gnome-shell', 'kwin_wayland', 'kwin_x11', 'plasmashell', 'nvidia-cuda-mps-server'],
     parent_uuid     text,
     island          integer,
     fault           text CHECK (fault <> ''),
@@ -102,6 +119,10 @@ COMMENT ON COLUMN jayrun.devices.total_bytes IS 'What the driver reports in all;
 COMMENT ON COLUMN jayrun.devices.reserve_bytes IS 'So much of what the driver reports is left to others by discovery';
 COMMENT ON COLUMN jayrun.devices.withheld_bytes IS
     'Not leased and yet not granted: used by processes without a lease (if respected), or in quarantine; whichever is more';
+COMMENT ON COLUMN jayrun.devices.ignore_bytes IS
+    'The audit passes over so much that a process uses beside its lease (a CUDA context takes some 300 to 500 MB), and that all processes without a lease use together';
+COMMENT ON COLUMN jayrun.devices.ignore_commands IS
+    'The audit passes over processes of these names, such as a desktop''s, whatever they use';
 COMMENT ON COLUMN jayrun.devices.parent_uuid IS 'The GPU that this MIG slice is a part of; null: it is a whole device';
 COMMENT ON COLUMN jayrun.devices.island IS 'Devices of a host with the same number are linked to each other most closely';
 COMMENT ON COLUMN jayrun.devices.fault IS
@@ -306,6 +327,65 @@ CREATE TABLE jayrun.lease_events (
 );
 CREATE INDEX lease_events_lease ON jayrun.lease_events (lease_id) WHERE lease_id IS NOT NULL;
 CREATE INDEX lease_events_declared ON jayrun.lease_events (holder_id) WHERE kind = 'declared';
+
+CREATE TABLE jayrun.quarantines (
+    lease_id     uuid NOT NULL REFERENCES jayrun.leases,
+    device_id    bigint NOT NULL REFERENCES jayrun.devices,
+    memory_bytes bigint NOT NULL CHECK (memory_bytes >= 0),
+    since        timestamptz NOT NULL,
+    until        timestamptz NOT NULL,
+    ended_at     timestamptz,
+    PRIMARY KEY (lease_id, device_id)
+);
+CREATE INDEX quarantines_open ON jayrun.quarantines (device_id) WHERE ended_at IS NULL;
+COMMENT ON TABLE jayrun.quarantines IS
+    'Shares of leases that ended uncleanly, withheld until the driver shows their memory free, or the time is over';
+
+-- What was seen of the hardware at the last look; overwritten by the next. Nothing here refers to leases by a key, so
+-- that no lock on them is taken either.
+CREATE TABLE jayrun.device_observations (
+    device_id         bigint PRIMARY KEY REFERENCES jayrun.devices,
+    observed_at       timestamptz NOT NULL,
+    finding           text NOT NULL CHECK (finding IN ('ok', 'unreadable')),
+    detail            text NOT NULL,
+    shows_processes   boolean NOT NULL,
+    used_bytes        bigint,
+    usable_bytes      bigint,
+    foreign_bytes     bigint
+);
+COMMENT ON COLUMN jayrun.device_observations.usable_bytes IS
+    'What the driver reports in all, without what it reserves for itself; null: it does not say';
+COMMENT ON COLUMN jayrun.device_observations.foreign_bytes IS
+    'What processes without a lease use, but those that are passed over; null: something, and nobody can tell how much';
+CREATE TABLE jayrun.lease_observations (
+    device_id    bigint NOT NULL REFERENCES jayrun.devices,
+    lease_id     uuid NOT NULL,
+    finding      text NOT NULL CHECK (finding IN ('ok', 'over-use', 'idle-lease', 'unreadable')),
+    detail       text NOT NULL,
+    used_bytes   bigint,
+    leased_bytes bigint NOT NULL,
+    unused_since timestamptz,
+    PRIMARY KEY (device_id, lease_id)
+);
+COMMENT ON COLUMN jayrun.lease_observations.unused_since IS
+    'Since when nothing of the device was seen to be used by the lease; null: something was, or nobody could tell';
+CREATE TABLE jayrun.process_observations (
+    device_id   bigint NOT NULL REFERENCES jayrun.devices,
+    pid         integer NOT NULL,
+    start_ticks bigint,
+    finding     text CHECK (finding IN ('ok', 'orphan', 'squatter')),
+    detail      text NOT NULL,
+    lease_id    uuid,
+    user_name   text NOT NULL,
+    command     text NOT NULL,
+    used_bytes  bigint,
+    first_seen  timestamptz NOT NULL,
+    PRIMARY KEY (device_id, pid)
+);
+COMMENT ON TABLE jayrun.process_observations IS
+    'The processes that the driver shows on a device, by their numbers on the host';
+COMMENT ON COLUMN jayrun.process_observations.finding IS 'Null for a process that counts to a live lease, which tells of it';
+COMMENT ON COLUMN jayrun.process_observations.lease_id IS 'The lease that it counts to, or the ended one that it comes from';
 """
 
 # How the functions find their rows. A plan lasts as long as its session, and is older than what the tables have grown
@@ -321,6 +401,13 @@ BEGIN
     RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation',
         MESSAGE = format('jayrun.%s: %s', TG_TABLE_NAME, TG_ARGV[0]), CONSTRAINT = TG_NAME;
 END $f$;
+
+CREATE FUNCTION jayrun.quarantined_bytes(the_device bigint) RETURNS bigint LANGUAGE plpgsql STABLE AS $f$
+BEGIN
+    RETURN (SELECT coalesce(sum(memory_bytes), 0) FROM jayrun.quarantines
+            WHERE device_id = the_device AND ended_at IS NULL AND until > clock_timestamp());
+END $f$;
+COMMENT ON FUNCTION jayrun.quarantined_bytes IS 'What of a device is in quarantine now';
 
 -- Devices: counters move only with shares, never above the capacity.
 CREATE FUNCTION jayrun.shares_to_counters() RETURNS trigger LANGUAGE plpgsql
@@ -345,8 +432,10 @@ BEGIN
             FROM new_shares n JOIN old_shares o USING (lease_id, device_id)
             WHERE n.folded_at IS NOT NULL AND o.folded_at IS NULL GROUP BY n.device_id ORDER BY n.device_id
         LOOP
+            -- What goes into quarantine is withheld in the same breath.
             UPDATE jayrun.devices SET reserved_bytes = reserved_bytes - r.memory_bytes,
-                share_count = share_count - r.shares, exclusive_count = exclusive_count - r.exclusives
+                share_count = share_count - r.shares, exclusive_count = exclusive_count - r.exclusives,
+                withheld_bytes = greatest(withheld_bytes, jayrun.quarantined_bytes(r.device_id))
             WHERE id = r.device_id;
         END LOOP;
     END IF;
@@ -469,6 +558,16 @@ CREATE FUNCTION jayrun.lease_ended() RETURNS trigger LANGUAGE plpgsql
 SET enable_seqscan = off AS $f$
 BEGIN
     UPDATE jayrun.lease_shares SET ended_at = NEW.ended_at WHERE lease_id = NEW.id;
+    IF NEW.end_reason = 'reclaimed' THEN
+        INSERT INTO jayrun.quarantines (lease_id, device_id, memory_bytes, since, until)
+        SELECT s.lease_id, s.device_id,
+               CASE WHEN s.exclusive THEN (SELECT capacity_bytes FROM jayrun.devices WHERE id = s.device_id)
+                    ELSE s.memory_bytes END,
+               clock_timestamp(), clock_timestamp() + make_interval(secs => b.quarantine_seconds)
+        FROM jayrun.settings b CROSS JOIN LATERAL (
+            SELECT * FROM jayrun.lease_shares WHERE lease_id = NEW.id OFFSET 0) s
+        WHERE b.only_row AND b.quarantine_seconds > 0;
+    END IF;
     INSERT INTO jayrun.lease_events (kind, execution_id, lease_id, epoch)
     VALUES (NEW.end_reason, NEW.execution_id, NEW.id, NEW.epoch);
     RETURN NULL;
@@ -556,6 +655,104 @@ CREATE FUNCTION jayrun.in_reach_since(the_host bigint) RETURNS timestamptz LANGU
 $f$;
 COMMENT ON FUNCTION jayrun.in_reach_since IS
     'Since when the book has been in reach as far as it can tell: since its server started, and the first of the other hosts that are in touch was; silence before that is not the host''s own';
+
+CREATE FUNCTION jayrun.to_withhold(the_device bigint) RETURNS bigint LANGUAGE plpgsql STABLE
+SET enable_seqscan = off AS $f$
+DECLARE
+    b jayrun.settings%ROWTYPE;
+    d jayrun.devices%ROWTYPE;
+    o jayrun.device_observations%ROWTYPE;
+    taken bigint := 0;
+BEGIN
+    SELECT * INTO b FROM jayrun.settings WHERE only_row;
+    SELECT * INTO d FROM jayrun.devices WHERE id = the_device;
+    -- What nobody has looked at for three looks is not known any more. What others use beyond the capacity, in what is
+    -- reserved for them, is not granted anyway.
+    IF b.respect_observed THEN
+        SELECT * INTO o FROM jayrun.device_observations
+        WHERE device_id = the_device AND observed_at > clock_timestamp() - make_interval(secs => 3 * b.look_seconds);
+        IF FOUND THEN
+            taken := CASE WHEN o.foreign_bytes IS NULL THEN d.capacity_bytes ELSE
+                greatest(o.foreign_bytes - greatest(coalesce(o.usable_bytes - d.capacity_bytes, 0), 0), 0) END;
+        END IF;
+    END IF;
+    RETURN greatest(taken, CASE WHEN b.quarantine_seconds > 0 THEN jayrun.quarantined_bytes(the_device) ELSE 0 END);
+END $f$;
+COMMENT ON FUNCTION jayrun.to_withhold IS
+    'What is to be withheld of a device now: used without a lease (if that is respected), or in quarantine; whichever is more';
+
+CREATE FUNCTION jayrun.withhold(the_host bigint) RETURNS boolean LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
+    fell boolean := false;
+BEGIN
+    FOR r IN
+        SELECT d.id, d.withheld_bytes AS was, jayrun.to_withhold(d.id) AS is_now
+        FROM jayrun.devices d WHERE d.host_id = the_host ORDER BY d.id
+    LOOP
+        UPDATE jayrun.quarantines SET ended_at = least(until, clock_timestamp())
+        WHERE device_id = r.id AND ended_at IS NULL
+          AND (until <= clock_timestamp() OR (SELECT b.quarantine_seconds = 0 FROM jayrun.settings b WHERE b.only_row));
+        IF r.is_now <> r.was THEN
+            UPDATE jayrun.devices SET withheld_bytes = r.is_now WHERE id = r.id;
+            fell := fell OR r.is_now < r.was;
+        END IF;
+    END LOOP;
+    RETURN fell;
+END $f$;
+COMMENT ON FUNCTION jayrun.withhold IS
+    'Behind the gate: withholds on a host what is to be withheld now; returns whether it is less than before anywhere';
+
+CREATE FUNCTION jayrun.withholds_too_much(the_host bigint) RETURNS boolean LANGUAGE plpgsql STABLE
+SET enable_seqscan = off AS $f$
+BEGIN
+    RETURN EXISTS (SELECT FROM jayrun.devices d WHERE d.host_id = the_host AND d.withheld_bytes > 0
+                   AND jayrun.to_withhold(d.id) < d.withheld_bytes);
+END $f$;
+COMMENT ON FUNCTION jayrun.withholds_too_much IS 'Whether jayrun.withhold would let go of something on the host now';
+
+CREATE FUNCTION jayrun.write_observations(the_host bigint, d jsonb) RETURNS boolean LANGUAGE plpgsql
+SET enable_seqscan = off AS $f$
+DECLARE
+    r record;
+    moment timestamptz := clock_timestamp();
+BEGIN
+    FOR r IN
+        SELECT * FROM jsonb_to_recordset(d -> 'devices') AS x (
+            id bigint, finding text, detail text, shows_processes boolean, used_bytes bigint, usable_bytes bigint,
+            foreign_bytes bigint)
+        WHERE EXISTS (SELECT FROM jayrun.devices e WHERE e.id = x.id AND e.host_id = the_host) ORDER BY x.id
+    LOOP
+        INSERT INTO jayrun.device_observations
+        VALUES (r.id, moment, r.finding, r.detail, r.shows_processes, r.used_bytes, r.usable_bytes, r.foreign_bytes)
+        ON CONFLICT (device_id) DO UPDATE SET observed_at = excluded.observed_at, finding = excluded.finding,
+            detail = excluded.detail, shows_processes = excluded.shows_processes, used_bytes = excluded.used_bytes,
+            usable_bytes = excluded.usable_bytes, foreign_bytes = excluded.foreign_bytes;
+        DELETE FROM jayrun.lease_observations WHERE device_id = r.id;
+        DELETE FROM jayrun.process_observations WHERE device_id = r.id;
+    END LOOP;
+    INSERT INTO jayrun.lease_observations (device_id, lease_id, finding, detail, used_bytes, leased_bytes, unused_since)
+    SELECT x.device_id, x.lease_id, x.finding, x.detail, x.used_bytes, x.leased_bytes,
+           CASE WHEN x.is_unused THEN coalesce(x.unused_since, moment) END
+    FROM jsonb_to_recordset(d -> 'leases') AS x (
+        device_id bigint, lease_id uuid, finding text, detail text, used_bytes bigint, leased_bytes bigint,
+        is_unused boolean, unused_since timestamptz);
+    INSERT INTO jayrun.process_observations (
+        device_id, pid, start_ticks, finding, detail, lease_id, user_name, command, used_bytes, first_seen)
+    SELECT x.device_id, x.pid, x.start_ticks, x.finding, x.detail, x.lease_id, x.user_name, x.command, x.used_bytes,
+           coalesce(x.first_seen, moment)
+    FROM jsonb_to_recordset(d -> 'processes') AS x (
+        device_id bigint, pid integer, start_ticks bigint, finding text, detail text, lease_id uuid, user_name text,
+        command text, used_bytes bigint, first_seen timestamptz);
+    FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'given_back') AS x (device_id bigint, lease_id uuid) LOOP
+        UPDATE jayrun.quarantines SET ended_at = moment
+        WHERE lease_id = r.lease_id AND device_id = r.device_id AND ended_at IS NULL;
+    END LOOP;
+    RETURN jayrun.withhold(the_host);
+END $f$;
+COMMENT ON FUNCTION jayrun.write_observations IS
+    'Behind the gate: what was seen of devices of a host takes the place of what was seen before; then jayrun.withhold';
 
 CREATE FUNCTION jayrun.picture(
     the_host bigint, of_each integer, the_unit uuid, the_execution uuid, the_position integer, the_invocation integer,
@@ -1072,12 +1269,34 @@ COMMENT ON FUNCTION jayrun.pass_on IS
 """
 
 VIEWS = """
+CREATE FUNCTION jayrun_audit.why_withheld(the_device bigint) RETURNS text LANGUAGE sql STABLE AS $f$
+    SELECT nullif(concat_ws('; ',
+        CASE WHEN b.respect_observed AND o.foreign_bytes IS DISTINCT FROM 0 THEN
+            coalesce(trim_scale(round(o.foreign_bytes / 1e9, 3)) || ' GB', 'an unknown amount')
+            || ' used without a lease by '
+            || coalesce((SELECT string_agg('pid ' || p.pid || ' (' || p.user_name || ')', ', ' ORDER BY p.pid)
+                         FROM jayrun.process_observations p
+                         WHERE p.device_id = d.id AND p.finding IN ('orphan', 'squatter')), 'others') END,
+        (SELECT string_agg(trim_scale(round(q.memory_bytes / 1e9, 3)) || ' GB in quarantine since lease '
+                           || right(replace(q.lease_id::text, '-', ''), 12) || ' was reclaimed, for '
+                           || ceil(extract(epoch FROM q.until - clock_timestamp())) || ' s more at most', '; ' ORDER BY q.since)
+         FROM jayrun.quarantines q
+         WHERE q.device_id = d.id AND q.ended_at IS NULL AND q.until > clock_timestamp())), '')
+    FROM jayrun.settings b, jayrun.devices d
+    LEFT JOIN jayrun.device_observations x ON x.device_id = d.id
+    CROSS JOIN LATERAL (SELECT CASE WHEN x.device_id IS NULL THEN 0 ELSE x.foreign_bytes END AS foreign_bytes) o
+    WHERE d.id = the_device AND greatest(d.withheld_bytes, jayrun.quarantined_bytes(d.id)) > 0
+$f$;
+COMMENT ON FUNCTION jayrun_audit.why_withheld IS 'Why something of a device is withheld now; null: nothing is';
+
 CREATE VIEW jayrun_audit.capacity AS
 SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, d.device_uuid, d.name, w.state,
        d.exclusive_only, d.capacity_bytes, s.reserved_bytes,
        CASE WHEN s.exclusively_leased OR w.state <> 'online' THEN 0
-            ELSE greatest(d.capacity_bytes - s.reserved_bytes - d.withheld_bytes, 0) END AS free_bytes,
-       s.leases, s.exclusively_leased, d.host_id, d.id AS device_key, d.withheld_bytes, d.fault, d.parent_uuid
+            ELSE greatest(d.capacity_bytes - s.reserved_bytes - s.withheld_bytes, 0) END AS free_bytes,
+       s.leases, s.exclusively_leased, d.host_id, d.id AS device_key,
+       s.withheld_bytes, jayrun_audit.why_withheld(d.id) AS withheld_for, d.ignore_bytes, d.ignore_commands,
+       d.fault, d.parent_uuid
 FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
 CROSS JOIN LATERAL (
     SELECT CASE WHEN d.fault IS NOT NULL
@@ -1086,7 +1305,9 @@ CROSS JOIN LATERAL (
     FROM jayrun.settings b) w
 CROSS JOIN LATERAL (
     SELECT coalesce(sum(memory_bytes), 0)::bigint AS reserved_bytes, count(*)::integer AS leases,
-           coalesce(bool_or(exclusive), false) AS exclusively_leased
+           coalesce(bool_or(exclusive), false) AS exclusively_leased,
+           -- A share that has ended is withheld from now on, and not only once it is folded.
+           greatest(d.withheld_bytes, jayrun.quarantined_bytes(d.id)) AS withheld_bytes
     FROM jayrun.lease_shares WHERE device_id = d.id AND folded_at IS NULL AND ended_at IS NULL) s
 WHERE d.removed_at IS NULL;
 COMMENT ON VIEW jayrun_audit.capacity IS
@@ -1204,6 +1425,38 @@ LEFT JOIN jayrun.hosts h ON h.id = e.host_id
 LEFT JOIN jayrun.holders o ON o.id = e.holder_id;
 COMMENT ON VIEW jayrun_audit.executions IS
     'Every execution: what it is, where it stands, who runs or ran it, and how it ended';
+
+CREATE VIEW jayrun_audit.audit AS
+SELECT h.name AS host, d.kind AS device, d.host_index AS device_id, x.finding, x.used_bytes, x.leased_bytes, x.pid,
+       x.user_name AS "user", x.command, x.lease_id, x.detail, x.since, clock_timestamp() - x.since AS lasts,
+       o.observed_at, clock_timestamp() - o.observed_at AS age,
+       coalesce(o.observed_at < clock_timestamp() - make_interval(secs => 3 * b.look_seconds), true) AS stale,
+       d.host_id, d.id AS device_key
+FROM jayrun.settings b, jayrun.devices d
+JOIN jayrun.hosts h ON h.id = d.host_id
+LEFT JOIN jayrun.device_observations o ON o.device_id = d.id
+CROSS JOIN LATERAL (
+    SELECT y.finding, y.used_bytes, y.leased_bytes, p.pid, p.user_name, p.command, y.lease_id, y.detail,
+           coalesce(CASE WHEN y.finding = 'idle-lease' THEN y.unused_since END, l.granted_at) AS since
+    FROM jayrun.lease_observations y
+    JOIN jayrun.leases l ON l.id = y.lease_id AND l.ended_at IS NULL
+    LEFT JOIN LATERAL (
+        SELECT o.pid, o.user_name, o.command FROM jayrun.lease_holders t JOIN jayrun.holders o ON o.id = t.holder_id
+        WHERE t.lease_id = l.id AND t.ended_at IS NULL ORDER BY t.since LIMIT 1) p ON true
+    WHERE y.device_id = d.id
+    UNION ALL
+    SELECT z.finding, z.used_bytes, NULL, z.pid, z.user_name, z.command, z.lease_id, z.detail, z.first_seen
+    FROM jayrun.process_observations z WHERE z.device_id = d.id AND z.finding IS NOT NULL
+    UNION ALL
+    SELECT coalesce(o.finding, 'unreadable'), o.used_bytes, NULL, NULL, NULL, NULL, NULL,
+           coalesce(o.detail, 'nobody has looked at it yet'), NULL
+    WHERE coalesce(o.finding, 'unreadable') = 'unreadable'
+       OR NOT EXISTS (SELECT FROM jayrun.lease_observations y JOIN jayrun.leases l ON l.id = y.lease_id
+                      WHERE y.device_id = d.id AND l.ended_at IS NULL)
+      AND NOT EXISTS (SELECT FROM jayrun.process_observations z WHERE z.device_id = d.id AND z.finding IS NOT NULL)) x
+WHERE d.removed_at IS NULL;
+COMMENT ON VIEW jayrun_audit.audit IS
+    'The book against the hardware, as it was last looked at (age: how long ago): each lease on each device, each process that uses one without a lease, and what could not be read';
 
 CREATE VIEW jayrun_audit.violations AS
 SELECT 'device counters differ from its shares' AS rule, d.id::text AS subject,

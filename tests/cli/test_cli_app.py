@@ -40,6 +40,7 @@ def test_a_group_alone_shows_its_help(jayrun: Jayrun, group: tuple[str, ...]) ->
     [
         *("devices declare", "devices drain", "leases show", "queue", "why", "can", "reconciler", "demo"),
         *("devices list", "leases list", "holders list", "holders end", "hosts list", "hosts forget"),
+        *("devices ignore", "settings list", "settings set"),
     ],
 )
 def test_every_command_has_help(jayrun: Jayrun, command: str) -> None:
@@ -48,7 +49,7 @@ def test_every_command_has_help(jayrun: Jayrun, command: str) -> None:
     assert told.out.startswith(f"Usage: jayrun {command}")
 
 
-@pytest.mark.parametrize("group", ["", "devices", "leases", "holders", "hosts", "db"])
+@pytest.mark.parametrize("group", ["", "devices", "leases", "holders", "hosts", "settings", "db"])
 def test_summaries_fit_a_terminal(jayrun: Jayrun, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     told = jayrun(*group.split(), "--help").out
@@ -60,7 +61,7 @@ def test_the_commands_come_in_the_order_one_gets_to_know_them(jayrun: Jayrun) ->
     commands = jayrun("--help").out.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in commands] == [
         *("run", "can", "devices", "leases", "queue", "why", "executions", "worker", "holders", "hosts"),
-        *("db", "reconciler", "demo"),
+        *("settings", "db", "reconciler", "demo"),
     ]
 
 

@@ -54,7 +54,7 @@ def test_declaring_by_options(jayrun: Jayrun) -> None:
     table = jayrun("devices", "list").out.splitlines()
     assert re.split(" {2,}", table[0])[:4] == ["HOST", "DEVICE", "STATE", "MEMORY"]
     assert re.split(" {2,}", table[2])[1:] == [
-        *("gpu 1", "online", "79.5 GB", "0 GB", "79.5 GB", "0", "always", "cuda,opencl", "-")
+        *("gpu 1", "online", "79.5 GB", "0 GB", "79.5 GB", "0", "always", "cuda,opencl", "-", "-")
     ]
 
 

@@ -14,7 +14,12 @@ Sql = psycopg.Connection[tuple[Any, ...]]
 COLUMNS = {
     "capacity": (
         "host device_id device backends device_uuid name state exclusive_only capacity_bytes reserved_bytes free_bytes"
-        " leases exclusively_leased host_id device_key withheld_bytes fault parent_uuid"
+        " leases exclusively_leased host_id device_key withheld_bytes withheld_for ignore_bytes ignore_commands"
+        " fault parent_uuid"
+    ),
+    "audit": (
+        "host device device_id finding used_bytes leased_bytes pid user command lease_id detail since lasts observed_at"
+        " age stale host_id device_key"
     ),
     "leases": (
         "id epoch host device_ids memory_bytes exclusive execution kind execution_id pid user label command granted_at"
