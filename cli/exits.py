@@ -13,6 +13,7 @@ from jayrun.errors import (
     DeviceFileError,
     ExecutionFailed,
     JayrunError,
+    NothingReserved,
     PlacementImpossible,
     PlacementTimeout,
     UnknownDevice,
@@ -39,7 +40,7 @@ def exit_code(error: JayrunError) -> int:
             return IMPOSSIBLE
         case PlacementTimeout():
             return TIMED_OUT
-        case UnknownHost() | UnknownDevice() | UnknownId() | DeviceFileError() | NotADatabaseUrl():
+        case UnknownHost() | UnknownDevice() | UnknownId() | NothingReserved() | DeviceFileError() | NotADatabaseUrl():
             return USAGE
         case _:
             return FAILED

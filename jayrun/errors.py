@@ -141,6 +141,10 @@ class DeviceInUse(BookError):
     """A device that still carries leases cannot be removed; drain it first."""
 
 
+class NothingReserved(BookError):
+    """No memory of this device can be left to others: its capacity is declared, or all of it would go."""
+
+
 class DeviceFileError(JayrunError):
     """A device file has a mistake; the message names file, line and key."""
 

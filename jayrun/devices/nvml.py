@@ -7,17 +7,21 @@ field and card by card; what it does not answer at all is told in words.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
 from typing import Any, TypeVar
 
+from jayrun.domain.hardware import Link, Process, Reading, Seen
+
 T = TypeVar("T")
 
+_LIBRARY = "libnvidia-ml.so.1"
 _BY_HAND = "Devices can be declared by hand meanwhile: `jayrun devices declare --help`"
 # By NVML's error codes: why nothing is seen at all, and what to do.
 _PROBLEMS = {
@@ -36,63 +40,6 @@ _LOST = {
     16: "it needs a reset before it works again: `sudo nvidia-smi --gpu-reset`, or restart the machine",
 }
 _LINKS = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "system"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process that uses a device, by its number in the driver's pid namespace, with its bytes there (None: not
-    told); `graphics`: it draws, and does not compute."""
-
-    pid: int
-    used_bytes: int | None
-    graphics: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A device as the driver shows it; None stands for what it does not tell, which is not zero.
-
-    `index`: its number in PCI order among the cards of the machine, those that do not answer too; MIG slices are
-    numbered after all cards. `uuid`: its key, `parent_uuid`: the card that this slice is a part of.
-    `total_bytes`: all of its memory, `reserved_bytes`: the driver's own part, `used_bytes`: used by everybody.
-    `utilization`: percent of the last moments in which it computed. `is_split`: MIG is on, work runs on its slices
-    only, which are listed by themselves with its processes. `processes`: None where they may not be seen.
-    `problem`: why it does not work, in words.
-    """
-
-    index: int
-    uuid: str | None = None
-    parent_uuid: str | None = None
-    name: str | None = None
-    pci_bus_id: str | None = None
-    total_bytes: int | None = None
-    reserved_bytes: int | None = None
-    used_bytes: int | None = None
-    utilization: int | None = None
-    is_split: bool = False
-    processes: tuple[Process, ...] | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How two cards, named by UUID, reach each other; `link` is a word of `device_links.link`."""
-
-    one: str
-    other: str
-    link: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What was seen, in the order of the index. `driver`, `cuda`: versions. `problem`: why nothing was seen, and what
-    to do; `devices` is empty then, which says nothing about what is there."""
-
-    devices: tuple[Seen, ...] = ()
-    links: tuple[Link, ...] = ()
-    driver: str | None = None
-    cuda: str | None = None
-    problem: str | None = None
 
 
 def read(*, processes: bool = True, links: bool = True) -> Reading:
@@ -115,6 +62,15 @@ def read(*, processes: bool = True, links: bool = True) -> Reading:
     finally:
         with suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
+
+
+def is_installed() -> bool:
+    """Whether the driver's library can be loaded here; asks nothing of the driver."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from jayrun.devices import nvml
 from jayrun.devices.visible import Numbering, see
 from jayrun.domain.devices import Backend
 from jayrun.domain.names import Named
@@ -39,4 +40,8 @@ def _has_cuda_uuid(device: Named) -> bool:
 
 
 def _shown() -> list[Named]:
-    return []
+    """What the NVIDIA driver shows this process, which in a container or a job may be only some of the host's GPUs."""
+    return [
+        Named(host_index=seen.index, uuid=seen.uuid, parent_uuid=seen.parent_uuid, is_split=seen.is_split)
+        for seen in nvml.read(processes=False, links=False).devices
+    ]

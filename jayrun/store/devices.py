@@ -8,26 +8,28 @@ from typing import Any
 from jayrun import kernel
 from jayrun.domain.devices import Backend, BookedDevice, Device, DeviceState, RuntimeDevice
 from jayrun.domain.names import Named
+from jayrun.domain.units import format_bytes
 from jayrun.domain.visible import Sight, Visible
-from jayrun.errors import DeviceInUse, UnknownDevice, UnknownHost
+from jayrun.errors import DeviceInUse, NothingReserved, UnknownDevice, UnknownHost
 from jayrun.store.picture import booked_device, sights
 from jayrun.store.texts import plain
 from jayrun.store.transactions import Book, Gate
 
-# Declaring again updates, and brings a removed device back.
+# Declaring again updates, and brings a removed device back, of which nothing is known any more but that it is declared.
 _DECLARE = """
 INSERT INTO jayrun.devices (host_id, host_index, kind, backends, capacity_bytes, exclusive_only)
 VALUES (%s, %s, %s, %s, %s, %s)
 ON CONFLICT (host_id, kind, host_index) DO UPDATE SET backends = excluded.backends,
-    capacity_bytes = excluded.capacity_bytes, exclusive_only = excluded.exclusive_only,
-    state = CASE WHEN devices.removed_at IS NULL THEN devices.state ELSE 'online' END, removed_at = NULL
+    capacity_bytes = excluded.capacity_bytes, exclusive_only = excluded.exclusive_only, declared = true
+WHERE devices.removed_at IS NULL
 """
 _ADD = """
 INSERT INTO jayrun.devices (host_id, host_index, kind, backends, capacity_bytes, exclusive_only)
 VALUES (%s, %s, %s, %s, %s, %s)
 ON CONFLICT (host_id, kind, host_index) DO UPDATE SET backends = excluded.backends,
-    capacity_bytes = excluded.capacity_bytes, exclusive_only = excluded.exclusive_only, state = 'online',
-    removed_at = NULL
+    capacity_bytes = excluded.capacity_bytes, exclusive_only = excluded.exclusive_only, declared = true,
+    device_uuid = NULL, parent_uuid = NULL, name = '', pci_bus_id = NULL, total_bytes = NULL, reserve_bytes = 0,
+    island = NULL, fault = NULL, state = 'online', removed_at = NULL
 WHERE devices.removed_at IS NOT NULL
 """
 _FOLD = """
@@ -42,6 +44,10 @@ _EXISTING = """
 SELECT kind, host_index FROM jayrun.devices WHERE host_id = %s AND removed_at IS NULL ORDER BY kind, host_index
 """
 _REMOVE = "UPDATE jayrun.devices SET removed_at = clock_timestamp(), state = 'offline' WHERE id = %s"
+_RESERVES = "SELECT declared, capacity_bytes + reserve_bytes FROM jayrun.devices WHERE id = %s"
+_RESERVE = """
+UPDATE jayrun.devices SET capacity_bytes = capacity_bytes + reserve_bytes - %s, reserve_bytes = %s WHERE id = %s
+"""
 _SET_STATE = "UPDATE jayrun.devices SET state = %s WHERE id = %s"
 _IGNORE = """
 UPDATE jayrun.devices SET ignore_bytes = coalesce(%s, ignore_bytes),
@@ -67,13 +73,13 @@ WHERE d.host_id = %s AND d.removed_at IS NULL ORDER BY d.kind, d.host_index
 
 _NAMES = """
 SELECT host_index, device_uuid, parent_uuid, kind, backends FROM jayrun.devices
-WHERE host_id = %s AND removed_at IS NULL ORDER BY kind, host_index
+WHERE host_id = %s AND removed_at IS NULL AND (parent_uuid IS NULL OR fault IS NULL) ORDER BY kind, host_index
 """
 
 
 def declare(book: Book, host_id: int, devices: Sequence[RuntimeDevice]) -> None:
     """Declare devices of the host, or update those that are declared. Combine: every waiter is judged again."""
-    _write_devices(book, host_id, devices, _DECLARE)
+    _write_devices(book, host_id, devices, _ADD, _DECLARE)
 
 
 def add(book: Book, host_id: int, devices: Sequence[RuntimeDevice]) -> None:
@@ -114,6 +120,30 @@ def set_state(book: Book, host_id: int, *, kind: str, host_index: int, state: De
     book.gated(unit)
 
 
+def set_reserve(book: Book, host_id: int, *, kind: str, host_index: int, reserve_bytes: int) -> None:
+    """Leave so much of what the driver reports to others; leases stay. Combine.
+
+    Raises `UnknownDevice`, and `NothingReserved` where the capacity is a person's word, or nothing would be left.
+    """
+
+    def unit(gate: Gate) -> None:
+        device_id = _find(gate, host_id, kind, host_index)
+        [(declared, usable)] = gate.execute(_RESERVES, (device_id,))
+        if declared or reserve_bytes >= usable:
+            gate.leave()
+            raise NothingReserved(
+                f"the memory of device {kind} {host_index} is declared, and nothing is taken from it: declare less "
+                f"(`jayrun devices declare --device-id {host_index} --memory-gb GB`)"
+                if declared
+                else f"device {kind} {host_index} has {format_bytes(usable)}, and {format_bytes(reserve_bytes)} in "
+                f"reserve leave nothing of it: `jayrun devices drain {host_index}` gives it to nobody"
+            )
+        gate.execute(_RESERVE, (reserve_bytes, reserve_bytes, device_id))
+        gate.commit()
+
+    book.gated(unit)
+
+
 def find_host(book: Book, name: str) -> int:
     """The key of the host with this identity, else with this name. Raises `UnknownHost`, saying which exist."""
 
@@ -142,7 +172,7 @@ def read_fleet(
 
 
 def names(book: Book, host_id: int) -> list[Named]:
-    """By which names the book knows the devices of the host."""
+    """By which names the book knows the devices of the host. A MIG slice at fault is not there, so it has none."""
     rows = book.written(lambda pg: pg.execute(_NAMES, (host_id,)).fetchall())
     return [
         Named(
@@ -156,7 +186,7 @@ def names(book: Book, host_id: int) -> list[Named]:
     ]
 
 
-def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], statement: str) -> None:
+def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], *statements: str) -> None:
     rows = [
         (
             host_id,
@@ -170,8 +200,9 @@ def _write_devices(book: Book, host_id: int, devices: Sequence[RuntimeDevice], s
     ]
 
     def unit(gate: Gate) -> None:
-        for row in rows:
-            gate.execute(statement, row)
+        for statement in statements:
+            for row in rows:
+                gate.execute(statement, row)
         gate.commit()
 
     if rows:

@@ -49,6 +49,21 @@ WITH seen AS (
       AND (h.forgotten_at IS NOT NULL OR h.seen_at < clock_timestamp() - make_interval(secs => s.tick_seconds / 4)))
 SELECT name, identity, boot_id FROM jayrun.hosts WHERE id = %(host_id)s AND boot_id <> %(boot_id)s
 """
+# Whose update it is that looks; `h` is the row of before. Where there is nothing that a driver could be asked of, none.
+_CLAIM_LOOK = """
+WITH mine AS (
+    UPDATE jayrun.hosts h SET looked_at = clock_timestamp() FROM jayrun.settings s
+    WHERE h.id = %(host_id)s
+      AND coalesce(h.looked_at < clock_timestamp() - make_interval(secs => s.look_seconds * %(periods)s), true)
+      AND EXISTS (SELECT FROM jayrun.devices d
+                  WHERE d.host_id = h.id AND d.removed_at IS NULL AND 'cuda' = ANY (d.backends))
+    RETURNING h.id)
+SELECT EXISTS (SELECT FROM mine),
+       CASE WHEN EXISTS (SELECT FROM mine) THEN s.look_seconds * %(periods)s
+            ELSE greatest(s.look_seconds * %(periods)s - coalesce(
+                extract(epoch FROM clock_timestamp() - h.looked_at)::float8, 0), s.tick_seconds) END
+FROM jayrun.hosts h, jayrun.settings s WHERE h.id = %(host_id)s
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +120,14 @@ def see(pg: PgConnection[Any], host_id: int) -> None:
     """Tell that somebody of this host is in touch with the book, unless it speaks through another boot than this."""
     for name, identity, boot_id in pg.execute(_SEE, {"host_id": host_id, "boot_id": kernel.boot_id()}).fetchall():
         _complain(name, identity, boot_id)
+
+
+def claim_look(book: Book, host_id: int, *, periods: int) -> tuple[bool, float]:
+    """Whether it is time that the caller looks at the host's hardware, after so many `look_seconds` in which nobody
+    did; who is told so does it for all. And in how many seconds to ask again."""
+    values = {"host_id": host_id, "periods": periods}
+    row = book.written(lambda pg: pg.execute(_CLAIM_LOOK, values).fetchone())
+    return (False, 60.0) if row is None else (bool(row[0]), float(row[1]))
 
 
 def _attested(pg: PgConnection[Any], explicit_identity: str | None) -> int | _Entry | None:

@@ -23,8 +23,8 @@ DO $$ BEGIN
     IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'jayrun_worker') AND to_regclass('jayrun.gate') IS NOT NULL THEN
         GRANT USAGE ON SCHEMA jayrun, jayrun_audit TO jayrun_worker;
         GRANT SELECT ON ALL TABLES IN SCHEMA jayrun, jayrun_audit TO jayrun_worker;
-        GRANT INSERT, UPDATE ON jayrun.hosts, jayrun.devices, jayrun.holders, jayrun.executions, jayrun.leases,
-            jayrun.lease_shares, jayrun.lease_holders, jayrun.quarantines TO jayrun_worker;
+        GRANT INSERT, UPDATE ON jayrun.hosts, jayrun.devices, jayrun.device_links, jayrun.holders, jayrun.executions,
+            jayrun.leases, jayrun.lease_shares, jayrun.lease_holders, jayrun.quarantines TO jayrun_worker;
         GRANT INSERT, UPDATE, DELETE ON jayrun.device_observations, jayrun.lease_observations,
             jayrun.process_observations TO jayrun_worker;
         GRANT INSERT ON jayrun.placement_requests, jayrun.lease_events TO jayrun_worker;

@@ -59,6 +59,7 @@ hosts = Table(
     Column("seen_at", INSTANT, nullable=False, server_default=NOW),
     Column("watched_since", INSTANT, nullable=False, server_default=NOW),
     Column("forgotten_at", INSTANT),
+    Column("looked_at", INSTANT),
 )
 
 devices = Table(

@@ -74,11 +74,13 @@ CREATE TABLE jayrun.hosts (
     registered_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
     watched_since timestamptz NOT NULL DEFAULT clock_timestamp(),
-    forgotten_at  timestamptz
+    forgotten_at  timestamptz,
+    looked_at     timestamptz
 ) WITH (fillfactor = 50);
 COMMENT ON COLUMN jayrun.hosts.watched_since IS
     'Since when somebody of the host has been heard of without a gap; nobody is judged by time who had no more time than that';
 COMMENT ON COLUMN jayrun.hosts.forgotten_at IS 'Since when an administrator has declared it gone; over once it is seen again';
+COMMENT ON COLUMN jayrun.hosts.looked_at IS 'When a process of the host last began to look at its hardware by itself';
 
 CREATE TABLE jayrun.devices (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -1296,7 +1298,7 @@ SELECT h.name AS host, d.host_index AS device_id, d.kind AS device, d.backends, 
             ELSE greatest(d.capacity_bytes - s.reserved_bytes - s.withheld_bytes, 0) END AS free_bytes,
        s.leases, s.exclusively_leased, d.host_id, d.id AS device_key,
        s.withheld_bytes, jayrun_audit.why_withheld(d.id) AS withheld_for, d.ignore_bytes, d.ignore_commands,
-       d.fault, d.parent_uuid
+       d.fault, d.parent_uuid, d.declared, d.total_bytes, d.reserve_bytes, d.pci_bus_id, d.island
 FROM jayrun.devices d JOIN jayrun.hosts h ON h.id = d.host_id
 CROSS JOIN LATERAL (
     SELECT CASE WHEN d.fault IS NOT NULL

@@ -13,7 +13,7 @@ import pytest
 from gpus import GB, Gpu, Machine, Running, Slice, machine, standing_in, stub_environment, uuid
 
 from jayrun.devices import nvml
-from jayrun.devices.nvml import Link, Process, Reading, Seen
+from jayrun.domain.hardware import Link, Process, Reading, Seen
 from jayrun.settings import child_environment
 
 Read = Callable[[Machine], Reading]
