@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from jayrun.errors import JayrunError
 
+from .audit import audit
 from .can import can
 from .db import db
 from .demo import demo
@@ -34,7 +35,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [
             *("run", "can", "devices", "leases", "queue", "why", "executions", "worker"),
-            *("holders", "hosts", "settings", "db", "reconciler", "demo"),
+            *("holders", "hosts", "audit", "settings", "db", "reconciler", "demo"),
         ]
 
 
@@ -54,6 +55,7 @@ app.add_typer(executions, name="executions")
 app.command()(worker)
 app.add_typer(holders, name="holders")
 app.add_typer(hosts, name="hosts")
+app.command()(audit)
 app.add_typer(settings, name="settings")
 app.command()(reconciler)
 app.command()(demo)

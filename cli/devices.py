@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from jayrun.devices import nvml
 from jayrun.devices.declared import load_devices
 from jayrun.domain.checks import whole_number
 from jayrun.domain.devices import Backend, Device, DeviceState, RuntimeDevice
 from jayrun.domain.units import format_bytes, gigabytes_to_bytes
+from jayrun.errors import BookUnreachable
+from jayrun.runtime import hardware
+from jayrun.runtime.hardware import Look
 from jayrun.settings import Settings
 from jayrun.store import admission, audit, holders
 from jayrun.store import devices as booked
 from jayrun.store.transactions import Book
 
 from .book import open_book, open_judged
-from .exits import checked_arguments
+from .exits import FAILED, checked_arguments
 from .options import AsJson, HostName
-from .render import Column, Row, ranges, show_rows
+from .render import Column, Row, printable, ranges, show_rows, to_json
 
 devices = typer.Typer(help="Show and change which accelerators may be leased.", no_args_is_help=True)
 
@@ -37,9 +42,15 @@ COLUMNS = (
     Column("LEASES", lambda row: str(row["leases"]), number=True),
     Column("EXCLUSIVE", lambda row: "now" if row["exclusively_leased"] else "always" if row["exclusive_only"] else "-"),
     Column("BACKENDS", lambda row: ",".join(row["backends"]), folds=True, spare=2),
-    Column("NAME", lambda row: row["name"] or row["device_uuid"] or "-", folds=True, spare=3),
+    Column("NAME", lambda row: row["name"] or "-", folds=True, spare=3),
     Column("WITHHELD", lambda row: _withheld(row), folds=True, below=True),
 )
+# What only discovered devices have, each where one has it.
+DISCOVERED = {
+    "device_uuid": Column("UUID", lambda row: row["device_uuid"] or "-", spare=4),
+    "parent_uuid": Column("SLICE OF", lambda row: row["parent_uuid"] or "-", spare=5),
+    "fault": Column("FAULT", lambda row: row["fault"] or "-", folds=True, below=True),
+}
 
 Kind = Annotated[Literal["gpu", "tpu"], typer.Option("--device", help="The kind of the devices.")]
 Numbers = Annotated[list[int], typer.Argument(metavar="DEVICE_ID...", help="Numbers of devices on their host.")]
@@ -57,7 +68,95 @@ def list_(as_json: AsJson = False) -> None:
     """
     with closing(open_judged(Settings.load())) as book:
         rows = audit.capacity(book)
-    show_rows(rows, COLUMNS, as_json=as_json, nothing="no devices: `jayrun devices declare` adds some")
+    columns = (*COLUMNS, *(column for key, column in DISCOVERED.items() if any(row[key] for row in rows)))
+    nothing = "no devices: `jayrun devices discover` finds NVIDIA GPUs, `jayrun devices declare` adds any others"
+    show_rows(rows, columns, as_json=as_json, nothing=nothing)
+
+
+@devices.command()
+def discover(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be entered.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Enter the NVIDIA GPUs of this host as the driver shows them.
+
+    Adds those that the book does not have, MIG slices too, and marks what does not work. Leases stay, and so does a
+    declared capacity. From then on programs on this host look again by themselves.
+    """
+    seen, rows = _look(Settings.load(), dry_run=dry_run)
+    reading, outcome = seen.reading, seen.outcome
+    if as_json:
+        found = {"driver": reading.driver, "cuda": reading.cuda, "problem": reading.problem, "sees_all": seen.sees_all}
+        changed = [asdict(change) for change in outcome.changes]
+        typer.echo(to_json({**found, "changes": changed, "notes": list(outcome.notes), "devices": rows}))
+    else:
+        for line in _told(seen):
+            typer.echo(line)
+        for note in outcome.notes:
+            typer.echo(f"note: {note}", err=True)
+    if reading.problem is not None:
+        typer.echo(f"error: {reading.problem}", err=True)
+        raise typer.Exit(FAILED)
+
+
+def _look(settings: Settings, *, dry_run: bool) -> tuple[Look, list[Row]]:
+    """What is seen and entered, and the devices of this host after that."""
+    try:
+        opened = open_book(settings, start=not dry_run and nvml.is_installed())
+    except BookUnreachable:
+        if not dry_run and nvml.is_installed():
+            raise
+        return hardware.preview(None, None), []  # nothing to enter, or not now
+    with closing(opened) as book:
+        if dry_run:
+            host_id = holders.find_own_host(book, settings.host_id)
+            seen = hardware.preview(book, host_id)
+        else:
+            host_id = holders.attest_host(book, settings.host_id)
+            seen = hardware.look(book, host_id, adds=True)
+        return seen, [row for row in audit.capacity(book) if row["host_id"] == host_id]
+
+
+def _told(seen: Look) -> Iterator[str]:
+    reading = seen.reading
+    if reading.problem is None:
+        slices = sum(each.parent_uuid is not None for each in reading.devices)
+        found = [f"{len(reading.devices) - slices} GPU(s)", *([f"{slices} MIG slice(s)"] if slices else [])]
+        with_ = f" with driver {reading.driver or 'of unknown version'}, CUDA {reading.cuda or 'unknown'}"
+        yield f"found {' and '.join(found)}{with_}" + ("" if seen.sees_all else "; others may be hidden from here")
+    alike: dict[tuple[str, str], list[int]] = {}
+    for change in seen.outcome.changes:
+        for what in change.changes:
+            alike.setdefault((change.device, what), []).append(change.device_id)
+    for (kind, what), numbers in alike.items():
+        yield f"{kind} {ranges(numbers)} {printable(what)}"
+    if not alike and reading.problem is None:
+        yield "nothing has changed"
+
+
+@devices.command()
+def reserve(
+    numbers: Numbers,
+    gb: Annotated[float, typer.Option("--gb", metavar="GB", help="Decimal gigabytes of each; 0: nothing.")],
+    device: Kind = "gpu",
+    host: HostName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Leave some memory of discovered devices to others.
+
+    So much of what the driver reports is not leased: for a desktop, say, or for programs that do not ask jayrun.
+    """
+    with checked_arguments():
+        reserve_bytes = gigabytes_to_bytes(gb, "--gb")
+
+    def change(book: Book, host_id: int) -> None:
+        for number in numbers:
+            booked.set_reserve(book, host_id, kind=device, host_index=number, reserve_bytes=reserve_bytes)
+        admission.combine(book, host_id)
+
+    only = {(str(device), number) for number in numbers}
+    done = f"{format_bytes(reserve_bytes)} of {device} {ranges(numbers)} are left to others"
+    _change(change, host=host, as_json=as_json, done=done, only=only)
 
 
 @devices.command()

@@ -16,6 +16,7 @@ import typer
 
 from jayrun import kernel
 from jayrun.errors import BookError, HostClash
+from jayrun.runtime.hardware import Lookout
 from jayrun.runtime.reconciler import Pass, run_pass
 from jayrun.settings import Settings
 from jayrun.store import holders
@@ -25,6 +26,7 @@ from .book import open_book
 from .options import AsJson
 
 PATIENCE_SECONDS = 1.0  # a server that restarts within this is not an outage
+LOOK_SECONDS = 30.0  # a driver may take so long to answer, or it is not waited for
 
 
 def reconciler(
@@ -39,14 +41,18 @@ def reconciler(
 ) -> None:
     """End what dead processes of this host left behind.
 
-    Reclaims what they held, gives back grants that nobody fetched, and admits who waits. Every running program does the
-    same on the side; this one also does it while none runs. Any number of them may run at once. Ends with SIGTERM or
-    Ctrl-C.
+    Reclaims what they held, gives back grants that nobody fetched, admits who waits, and looks at the hardware. Every
+    running program does the same on the side; this one also does it while none runs. Any number of them may run at
+    once. Ends with SIGTERM or Ctrl-C.
     """
     settings = Settings.load()
     with closing(open_book(settings, role="reconciler", start=True, patience_seconds=PATIENCE_SECONDS)) as book:
         if once:
-            _tell(_pass(book, settings), as_json=as_json)
+            host_id, did = _pass(book, settings)
+            lookout = Lookout(book)
+            lookout.tick(host_id)
+            lookout.stop(LOOK_SECONDS)
+            _tell(did, as_json=as_json)
             return
         _loop(book, settings, _ending_by_signal(), every=every, as_json=as_json)
 
@@ -68,9 +74,11 @@ def _loop(book: Book, settings: Settings, ending: threading.Event, *, every: flo
     seconds = every or book.tick_seconds()
     typer.echo(f"watching host {kernel.host_name()} every {seconds:g} s; Ctrl-C ends it", err=True)
     outage_since: float | None = None
+    lookout = Lookout(book)
     while not ending.is_set():
         try:
-            did = _pass(book, settings)
+            host_id, did = _pass(book, settings)
+            lookout.tick(host_id)
             seconds = every or book.tick_seconds()
         except HostClash:
             raise
@@ -85,11 +93,13 @@ def _loop(book: Book, settings: Settings, ending: threading.Event, *, every: flo
             if did != Pass(0, 0, 0, 0, 0):
                 _tell(did, as_json=as_json)
         ending.wait(seconds)
+    lookout.stop(PATIENCE_SECONDS)
 
 
-def _pass(book: Book, settings: Settings) -> Pass:
+def _pass(book: Book, settings: Settings) -> tuple[int, Pass]:
     """One pass for this host, which is thereby told to live."""
-    return run_pass(book, holders.attest_host(book, settings.host_id))
+    host_id = holders.attest_host(book, settings.host_id)
+    return host_id, run_pass(book, host_id)
 
 
 def _tell(did: Pass, *, as_json: bool) -> None:

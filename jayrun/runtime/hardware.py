@@ -81,12 +81,11 @@ class Lookout:
         self._thread = threading.Thread(target=self._look, args=(host_id,), name="jayrun-service-look", daemon=True)
         self._thread.start()
 
-    def stop(self, seconds: float) -> bool:
-        """Look no more; waits so long for what has begun. Whether nothing goes on any more."""
+    def stop(self, seconds: float) -> None:
+        """Look no more; waits so long for what has begun."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join(max(seconds, 0))
-        return self._thread is None or not self._thread.is_alive()
 
     def _look(self, host_id: int) -> None:
         try:

@@ -24,11 +24,13 @@ from uuid import UUID
 
 from jayrun import kernel
 from jayrun.devices.visible import Numbering
+from jayrun.domain.devices import Backend
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
 from jayrun.embedded import ensure
 from jayrun.errors import BookError, PlacementTimeout, RuntimeClosed
 from jayrun.runtime import reconciler
+from jayrun.runtime.hardware import Lookout
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.numbering import look
 from jayrun.runtime.order import keep_pci_order
@@ -98,6 +100,7 @@ class Service:
         self._waits: dict[UUID, Wait] = {}
         self._waits_lock = threading.Lock()
         self._listener = self.book.listen(str(self.holder.id))
+        self._lookout = Lookout(self.book.with_patience(0))
         self._stopping = False
         self._outage = Outage(log.warning)
         self.resources = Resources()
@@ -235,6 +238,7 @@ class Service:
         self._stopping = True
         self.outbox.wake()
         self._thread.join(max(give_up_at - time.monotonic(), 0))
+        self._lookout.stop(give_up_at - time.monotonic())
         if not self._thread.is_alive():
             with contextlib.suppress(BookError):
                 holders.leave_if_free(self._own_book.with_patience(0), self.holder)
@@ -269,6 +273,8 @@ class Service:
                     self._listener = self.book.listen(str(self.holder.id))
                 if tick:
                     reconciler.run_pass(self._own_book, self.host_id)
+                    if any(Backend.CUDA in device.backends for device in self.numbering.fleet):
+                        self._lookout.tick(self.host_id)
                     self._host_waits = leases.anybody_waits(self._own_book, self.host_id)
                     self.book.close_unused()
                     self._own_book.close_unused()  # those of threads that made room

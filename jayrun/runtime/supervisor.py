@@ -22,6 +22,7 @@ from typing import TextIO
 from jayrun import kernel, probes
 from jayrun.errors import BookError
 from jayrun.runtime import reconciler
+from jayrun.runtime.hardware import Lookout
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.worker import CANNOT_IMPORT, END_AT_ONCE, FAILED_FAST, FAILED_FAST_NOW
 from jayrun.settings import child_environment
@@ -36,6 +37,7 @@ GRACE_SECONDS = 5.0
 _QUICK_SECONDS = 1.0  # a worker that ends sooner than this after it started is started again later and later
 _MOST_PAUSE_SECONDS = 30.0
 _FIRST_PAUSE_SECONDS = 0.1
+_LOOK_SECONDS = 1.0  # for a look at the hardware that has begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ class Supervisor:
         self._failed: str | None = None
         self._kill_at: float | None = None
         self._outage = Outage(self._say)
+        self._lookout = Lookout(book.with_patience(0))
         # Its other end closes with this process, however it ends: then the workers finish and go.
         self._leash, self._leash_writer = os.pipe()
 
@@ -113,6 +116,7 @@ class Supervisor:
                     next_tick = time.monotonic()  # what a dead worker held and ran is for others at once
         finally:
             os.close(self._leash_writer)  # whatever came between: workers that are left finish what they run, and go
+            self._lookout.stop(_LOOK_SECONDS)
             with contextlib.suppress(BookError):
                 holders.leave(patient, holder)
 
@@ -231,6 +235,7 @@ class Supervisor:
                     self._say(f"worker {who.pid} is killed: execution {execution_id} was cancelled and did not end")
             probes.reach("supervisor.attending")
             reconciler.run_pass(book, self._host_id)
+            self._lookout.tick(self._host_id)
         except BookError as error:
             self._outage.began(error, "the workers go on")
         else:
