@@ -13,7 +13,6 @@ from jayrun.errors import (
     DeviceFileError,
     ExecutionFailed,
     JayrunError,
-    NothingReserved,
     PlacementImpossible,
     PlacementTimeout,
     UnknownDevice,
@@ -40,7 +39,7 @@ def exit_code(error: JayrunError) -> int:
             return IMPOSSIBLE
         case PlacementTimeout():
             return TIMED_OUT
-        case UnknownHost() | UnknownDevice() | UnknownId() | NothingReserved() | DeviceFileError() | NotADatabaseUrl():
+        case UnknownHost() | UnknownDevice() | UnknownId() | DeviceFileError() | NotADatabaseUrl():
             return USAGE
         case _:
             return FAILED

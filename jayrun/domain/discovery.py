@@ -152,7 +152,7 @@ def changes(before: Entry | None, after: Entry) -> list[str]:
 def pci_address(bus_id: str) -> str:
     """A PCI address as the kernel writes it, whoever wrote `bus_id`: NVIDIA's has a longer domain, in capitals."""
     domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
 
 def _match(known: Sequence[Entry], devices: Sequence[Seen], view: View) -> dict[int, Entry]:

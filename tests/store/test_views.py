@@ -15,7 +15,7 @@ COLUMNS = {
     "capacity": (
         "host device_id device backends device_uuid name state exclusive_only capacity_bytes reserved_bytes free_bytes"
         " leases exclusively_leased host_id device_key withheld_bytes withheld_for ignore_bytes ignore_commands"
-        " fault parent_uuid"
+        " fault parent_uuid declared total_bytes reserve_bytes pci_bus_id island"
     ),
     "audit": (
         "host device device_id finding used_bytes leased_bytes pid user command lease_id detail since lasts observed_at"
