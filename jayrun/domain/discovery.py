@@ -5,9 +5,9 @@ It adds and marks; it takes nothing away, and leases are none of its business. W
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import TypeAlias
 
 from jayrun.domain.devices import Backend, Device
@@ -157,32 +157,40 @@ def pci_address(bus_id: str) -> str:
 
 def _match(known: Sequence[Entry], devices: Sequence[Seen], view: View) -> dict[int, Entry]:
     """Which entry is which device of the reading, by the device's place there: by UUID; where one of both has none by
-    the place on the bus; and then, if all cards are seen, by number."""
+    the place on the bus; and then, if all cards are seen, by number, or as the only ones between two that are known."""
     matched: dict[int, Entry] = {}
     left = {entry.id: entry for entry in known if entry.is_cuda}
 
-    def take(index: int, entry: Entry) -> None:
-        matched[index] = entry
-        del left[entry.id]
-
-    for index, seen in enumerate(devices):
-        for entry in list(left.values()):
-            if seen.uuid is not None and entry.uuid == seen.uuid:
-                take(index, entry)
-    numbers = _numbers(known, len(devices))
-    for by_place in (True, False):
+    def pair(is_same: Callable[[Seen, Entry], bool]) -> None:
         for index, seen in enumerate(devices):
-            if index in matched or seen.parent_uuid is not None:
+            found = next((entry for entry in left.values() if is_same(seen, entry)), None)
+            if index not in matched and found is not None:
+                matched[index] = left.pop(found.id)
+
+    def may_be(seen: Seen, entry: Entry) -> bool:
+        return seen.parent_uuid is None and entry.is_whole and None in (entry.uuid, seen.uuid)
+
+    pair(lambda seen, entry: seen.uuid is not None and entry.uuid == seen.uuid)
+    pair(lambda seen, entry: may_be(seen, entry) and entry.pci_bus_id is not None
+         and entry.pci_bus_id == seen.pci_bus_id)  # fmt: skip
+    if view.all_cards:
+        numbers = _numbers(known, len(devices))
+        pair(lambda seen, entry: may_be(seen, entry) and entry.host_index == numbers[seen.index])
+        cards = [index for index, seen in enumerate(devices) if seen.parent_uuid is None]
+        for is_known, gap in groupby(cards, key=lambda index: index in matched):
+            if is_known:
                 continue
-            for entry in list(left.values()):
-                if not entry.is_whole or None not in (entry.uuid, seen.uuid):
-                    continue
-                if by_place:
-                    same = entry.pci_bus_id is not None and entry.pci_bus_id == seen.pci_bus_id
-                else:
-                    same = view.all_cards and entry.host_index == numbers[seen.index]
-                if same and index not in matched:
-                    take(index, entry)
+            unknown = list(gap)
+            before = max((matched[at].host_index for at in cards if at < unknown[0] and at in matched), default=-1)
+            behind = min((matched[at].host_index for at in cards if at > unknown[0] and at in matched), default=None)
+            between = [
+                entry
+                for entry in sorted(left.values(), key=lambda each: each.host_index)
+                if entry.is_whole and before < entry.host_index and (behind is None or entry.host_index < behind)
+            ]
+            if len(between) == len(unknown) and all(map(may_be, map(devices.__getitem__, unknown), between)):
+                for index, entry in zip(unknown, between, strict=True):
+                    matched[index] = left.pop(entry.id)
     return matched
 
 
@@ -271,10 +279,13 @@ def _absence(entry: Entry, reading: Reading, view: View) -> str | None:
 def _numbered(devices: Sequence[Seen], entries: Mapping[int, Entry], rest: Sequence[Entry]) -> tuple[Entry, ...]:
     """All entries with their numbers: cards in PCI order, where those that are not shown keep their place too; then
     MIG slices, which keep their numbers as long as no card needs them. What CUDA does not count stays where it is."""
-    line: list[tuple[Seen | None, Entry | None]] = [
-        (seen, entries.get(index)) for index, seen in enumerate(devices) if seen.parent_uuid is None
-    ]
     placed = [entry for entry in rest if entry.is_cuda and entry.is_whole and entry.is_found and not entry.is_removed]
+    line: list[tuple[Seen | None, Entry | None]] = [
+        (seen, entries.get(index))
+        for index, seen in enumerate(devices)
+        # What tells nothing of itself may be one of those that are missed, and keeps no other place.
+        if seen.parent_uuid is None and (index in entries or seen.uuid or seen.pci_bus_id or not placed)
+    ]
     for entry in sorted(placed, key=lambda each: each.host_index):
         at = next((at for at, (seen, other) in enumerate(line) if _comes_before(entry, seen, other)), len(line))
         line.insert(at, (None, entry))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jayrun import kernel
 from jayrun.devices import nvml, pci
+from jayrun.domain.discovery import View
 from jayrun.domain.hardware import Reading, Seen
 from jayrun.errors import BookError
 from jayrun.store import admission, discovery, everywhere, hosts, observations
@@ -33,13 +34,18 @@ class Look:
     sees_all: bool
 
 
+def read() -> tuple[Reading, View]:
+    """What the driver shows, and how much of the machine this process sees."""
+    return nvml.read(), pci.view(sees_the_host=kernel.sees_the_drivers_pids())
+
+
 def look(book: Book, host_id: int, *, adds: bool = False) -> Look:
     """Look at this host's hardware now: mark its devices, and write down who uses them. Who waits is judged again.
 
     `adds`: a person asks for it; then devices are added also where none have been found before.
     """
     since = observations.instant(book)
-    reading, view = nvml.read(), pci.view(sees_the_host=kernel.sees_the_drivers_pids())
+    reading, view = read()
     outcome = discovery.enter(book, host_id, reading, view, adds=adds)
     fell = observations.observe(book, host_id, _cards(reading), since=since, problem=reading.problem)
     if outcome.written or fell:
@@ -50,7 +56,7 @@ def look(book: Book, host_id: int, *, adds: bool = False) -> Look:
 
 def preview(book: Book | None, host_id: int | None) -> Look:
     """What a person's look would enter in the book; nothing is written. None: there is no book, or no such host."""
-    reading, view = nvml.read(processes=False), pci.view(sees_the_host=kernel.sees_the_drivers_pids())
+    reading, view = read()
     if book is None or host_id is None:
         outcome = discovery.preview(reading, view)
     else:

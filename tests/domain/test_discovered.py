@@ -146,6 +146,18 @@ def test_a_lost_card_that_tells_nothing_is_known_by_its_place() -> None:
     assert again(known, card(0), bare, card(2), view=SOME)["GPU-1"].fault is None, "its number may be a container's"
 
 
+def test_a_lost_card_that_tells_nothing_moves_no_other() -> None:
+    known = found(card(1), card(2), card(3))
+    bare = Seen(index=2, problem="lost")
+    seen = again(known, card(0), card(1, 1), bare, card(3))
+    assert numbers(seen.values()) == {"GPU-0": 0, "GPU-1": 1, "GPU-2": 2, "GPU-3": 3}
+    assert seen["GPU-2"].fault == "lost"
+    seen = again(known, card(1, 0), Seen(index=1, problem="lost"), card(3, 2), view=SOME)
+    assert list(seen.values()) == known
+    seen = again(known, card(1, 0), Seen(index=1, problem="lost"))
+    assert numbers(seen.values()) == numbers(known), "one of two is lost, and the other is gone: nobody can tell which"
+
+
 def test_a_slice_of_a_card_that_is_lost_is_lost_too() -> None:
     known = found(card(0, is_split=True), part(0, 0, 1))
     seen = again(known, card(0, problem="lost"))
