@@ -98,7 +98,7 @@ class Lookout:
             wait = _WITHOUT_DRIVER_SECONDS
             if nvml.is_installed():
                 is_due, wait = hosts.claim_look(self._book, host_id, periods=1 if self._sees_all else 2)
-                if is_due and not self._stopping:
+                if is_due:
                     seen = look(self._book, host_id)
                     self._sees_all = seen.sees_all
                     _tell(seen.outcome)

@@ -101,6 +101,7 @@ class Service:
         self._waits_lock = threading.Lock()
         self._listener = self.book.listen(str(self.holder.id))
         self._lookout = Lookout(self.book.with_patience(0))
+        self._looks_again = threading.Lock()
         self._stopping = False
         self._outage = Outage(log.warning)
         self.resources = Resources()
@@ -156,6 +157,17 @@ class Service:
         if fleet != list(self.numbering.fleet):
             self.outbox.numbering = look(fleet, self.masks)
             holders.tell_visible(book, self.holder, self.numbering.visible)
+
+    def _look_again_aside(self) -> None:
+        """The same for the thread with the deadlines: the driver is asked in another one, for it may hang."""
+        if devices.names(self._own_book, self.host_id) == list(self.numbering.fleet) or self._looks_again.locked():
+            return
+
+        def look_again() -> None:
+            with self._looks_again, contextlib.suppress(BookError):
+                self.look_again(self._own_book)
+
+        threading.Thread(target=look_again, name="jayrun-service-names", daemon=True).start()
 
     @property
     def has_stopped(self) -> bool:
@@ -267,7 +279,7 @@ class Service:
                 named |= self._listen(tick=tick)
                 if tick:
                     self.resources.publish(self._own_book)
-                    self.look_again(self._own_book)
+                    self._look_again_aside()
                 if self.presence.beat(only_waits=self._only_waits, tick=tick):
                     self._listener.close()
                     self._listener = self.book.listen(str(self.holder.id))

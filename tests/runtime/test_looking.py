@@ -1,0 +1,92 @@
+"""When the driver is asked: not before it is needed, before and after a fork, and never with CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gpus import Machine, Stub, machine, standing_in, stub_environment, uuid
+
+from jayrun.runtime import hardware
+from jayrun.settings import child_environment
+from jayrun.store import holders
+from jayrun.store.transactions import Book
+
+_PROGRAM = """
+import logging, os, sys
+from jayrun import Data, Operator, Runtime
+from jayrun.devices import nvml
+
+class Take(Operator):
+    def execute(self) -> Data:
+        return Data(None, self.placement.cuda(1))
+
+def mapped():
+    maps = open("/proc/self/maps").read()
+    return [name for name in ("nvidia-ml", "libcuda") if name in maps], "pynvml" in sys.modules
+
+def names():
+    data = Runtime().run(Take)
+    return data.placement.device_uuid, data.placement.device_id, len(nvml.read().devices)
+
+print(mapped())
+runtime = Runtime()
+print(mapped())
+"""
+
+
+def run(url: str, stub: Stub, program: str) -> list[str]:
+    environment = child_environment({"JAYRUN_DATABASE_URL": url, **stub.environment}, without=("JAYRUN_",))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_a_runtime_asks_no_driver_where_the_book_knows_no_uuids(book: Book, url: str, tmp_path: Path) -> None:
+    holders.attest_host(book, None)
+    told = run(url, stub_environment(tmp_path, machine(2)), _PROGRAM)
+    assert told == ["([], False)"] * 2
+
+
+def test_the_driver_is_asked_before_and_after_a_fork_and_cuda_never(book: Book, url: str, tmp_path: Path) -> None:
+    stub = stub_environment(tmp_path, machine(2))
+    program = f"""
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+{_PROGRAM}
+print(names())
+child = os.fork()
+if child == 0:
+    print(names(), flush=True)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+print(status, names())
+print(mapped())
+"""
+    discover(book, machine(2))
+    told = run(url, stub, program)
+    assert told == [
+        "([], False)",
+        "(['nvidia-ml'], True)",
+        *[str((uuid(0), 0, 2))] * 2,
+        f"0 {(uuid(0), 0, 2)}",
+        "(['nvidia-ml'], True)",
+    ]
+
+
+def test_in_a_container_the_drivers_own_numbers_count(book: Book, url: str, tmp_path: Path) -> None:
+    stub = stub_environment(tmp_path, machine(4))
+    discover(book, machine(4))
+    shown = machine(4)
+    del shown.gpus[:2]
+    stub.show(shown)
+    assert run(url, stub, f"{_PROGRAM}\nprint(names())")[-1] == str((uuid(2), 0, 2))
+
+
+def discover(book: Book, shown: Machine) -> None:
+    """As a person does on this host."""
+    with standing_in(shown):
+        hardware.look(book, holders.attest_host(book, None), adds=True)
