@@ -112,7 +112,8 @@ class Lookout:
 
 def _tell(outcome: Outcome) -> None:
     for change in outcome.changes:
-        log.warning("%s %d: %s", change.device, change.device_id, "; ".join(change.changes))
+        level = logging.WARNING if change.is_fault else logging.INFO
+        log.log(level, "%s %d: %s", change.device, change.device_id, "; ".join(change.changes))
 
 
 def _cards(reading: Reading) -> list[Card]:

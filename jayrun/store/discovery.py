@@ -54,12 +54,14 @@ ON CONFLICT (device_id, other_id) DO UPDATE SET link = excluded.link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What became of one device, in words for people; `device_id` is its number on its host from now on."""
+    """What became of one device, in words for people; `device_id` is its number on its host from now on, `is_fault`
+    says that it does not work since just now."""
 
     device: str
     device_id: int
     device_uuid: str | None
     changes: tuple[str, ...]
+    is_fault: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,13 @@ def _outcome(before: dict[int | None, Entry], found: Discovered) -> Outcome:
     told = [(entry, changes(before.get(entry.id), entry)) for entry in order]
     return Outcome(
         changes=tuple(
-            Change(device=entry.kind.value, device_id=entry.host_index, device_uuid=entry.uuid, changes=tuple(words))
+            Change(
+                device=entry.kind.value,
+                device_id=entry.host_index,
+                device_uuid=entry.uuid,
+                changes=tuple(words),
+                is_fault=entry.fault not in (None, *(each.fault for each in [before.get(entry.id)] if each)),
+            )
             for entry, words in told
             if words
         ),

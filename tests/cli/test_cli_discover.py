@@ -171,7 +171,7 @@ def test_a_reconciler_looks_by_itself(jayrun: Run, stub: Stub) -> None:
     told = jayrun("reconciler", "--once")
     assert told.code == 0
     assert "gpu 1: offline: lost" in told.err
-    assert "gpu 4: added" in told.err
+    assert "gpu 4" not in told.err, "what works is no warning"
     assert [row["state"] for row in jayrun("devices", "list", "--json").json] == [
         *("online", "offline", "online", "online", "online")
     ]

@@ -49,3 +49,11 @@ def test_nothing_is_connected_or_started(imported: dict[str, list[str]]) -> None
     started = ("socket.", "subprocess.", "os.fork", "os.posix_spawn", "os.exec", "_thread.start")
     assert [event for event in imported["events"] if event.startswith(started)] == []
     assert [handle for handle in imported["handles"] if handle.startswith("socket:")] == []
+
+
+def test_the_command_line_starts_without_the_binding_of_the_driver() -> None:
+    program = "import sys, jayrun.cli.app; print('jayrun.devices.nvml' in sys.modules, 'pynvml' in sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    ).stdout
+    assert printed == "True False\n"
