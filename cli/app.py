@@ -15,6 +15,7 @@ from .can import can
 from .db import db
 from .demo import demo
 from .devices import devices
+from .doctor import doctor
 from .executions import executions
 from .exits import FAILED, INTERRUPTED, exit_code
 from .holders import holders
@@ -34,7 +35,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [
             *("run", "can", "devices", "leases", "queue", "why", "executions", "worker"),
-            *("holders", "hosts", "settings", "db", "reconciler", "demo"),
+            *("holders", "hosts", "settings", "db", "reconciler", "doctor", "demo"),
         ]
 
 
@@ -56,6 +57,7 @@ app.add_typer(holders, name="holders")
 app.add_typer(hosts, name="hosts")
 app.add_typer(settings, name="settings")
 app.command()(reconciler)
+app.command()(doctor)
 app.command()(demo)
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 

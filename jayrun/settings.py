@@ -9,6 +9,13 @@ from pathlib import Path
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """The variables by which a process is shown only some devices; an empty one is not an unset one."""
+VARIABLES = (
+    *("JAYRUN_DATABASE_URL", "JAYRUN_HOME", "JAYRUN_HOST_ID", "JAYRUN_LABEL", "JAYRUN_PG_BINDIR"),
+    *("JAYRUN_STATE_ROOT", "JAYRUN_RUN_ROOT", "JAYRUN_PROBES"),
+    *("JAYRUN_LEASE", "JAYRUN_DOCKER_FLAGS"),  # told by `jayrun run` to its command
+    "JAYRUN_PASSWORD",  # read by compose.yaml
+)
+"""All variables of jayrun's own that anything reads."""
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 """Says by which order CUDA numbers the GPUs of the host."""
 PCI_ORDER = "PCI_BUS_ID"
@@ -61,6 +68,11 @@ class Settings:
             probes=env.get("JAYRUN_PROBES", ""),
             masks={name: env[name] for name in MASKS if name in env},
         )
+
+
+def given_variables() -> dict[str, str]:
+    """The variables of this process's environment that look like jayrun's own, known or not."""
+    return {name: value for name, value in os.environ.items() if name.startswith("JAYRUN_")}
 
 
 def child_environment(updates: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:
