@@ -156,7 +156,7 @@ def judge_access(access: Access) -> list[Remark]:
 def judge_clock(ahead_seconds: float, trip_seconds: float) -> list[Remark]:
     """This host's clock against the database's, known to half a round trip. Leases do not depend on it: all times in
     the book are the database's own; but what is shown here is compared with them."""
-    trip = f"a round trip takes {trip_seconds * 1000:.1f} ms"
+    trip = f"a round trip takes {trip_seconds * 1000:.2f} ms"
     found = [ok(trip)]
     if trip_seconds > LONG_TRIP_SECONDS:
         most = f"so at most {1 / trip_seconds:.0f} leases a second are granted on a host"

@@ -64,6 +64,10 @@ _WHOSE = {
 }
 
 
+class _Hangs(Exception):
+    """A check did not end in time; it is left to itself, with what it uses."""
+
+
 class _Skipped(Exception):
     """What a check needs is not there, which another check has told."""
 
@@ -86,9 +90,9 @@ def _isolated(visit: _Visit, check: Callable[[], Remarks], seconds: float) -> li
     except BookUnreachable as error:
         visit.lose_book("the database is not reachable")
         return [_told(error)]
-    except TimeoutError as error:
+    except (_Hangs, TimeoutError) as error:
         if check in visit.of_book:
-            visit.lose_book("the database did not answer an earlier check")
+            visit.lose_book("the database did not answer an earlier check", hangs=isinstance(error, _Hangs))
         return [failed(str(error))]
     except JayrunError as error:
         return [_told(error)]
@@ -100,13 +104,18 @@ def _isolated(visit: _Visit, check: Callable[[], Remarks], seconds: float) -> li
 def _told(error: JayrunError) -> Remark:
     """What an error says, the remedy for itself."""
     detail, _, remedy = embedded.without_password(str(error)).partition("\n")
-    if not remedy:
-        detail, _, remedy = detail.rpartition(": ") if ": " in detail else (detail, "", "")
-    return failed(detail, remedy or None)
+    return failed(detail, remedy) if remedy else _parted(detail)
+
+
+def _parted(words: str) -> Remark:
+    """What is wrong and, after the last colon, what to type."""
+    detail, _, remedy = words.rpartition(": ")
+    is_command = remedy.startswith("`") and remedy.endswith("`") and remedy.count("`") == 2
+    return failed(detail, remedy.strip("`") if is_command else remedy) if detail else failed(words)
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns or raises; TimeoutError when it does not end in time, and then it is left to itself."""
+    """What `work` returns or raises; `_Hangs` when it does not end in time."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -122,7 +131,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"there was no answer within {seconds:g} s")
+        raise _Hangs(f"there was no answer within {seconds:g} s")
     return results[0]
 
 
@@ -166,8 +175,10 @@ class _Visit:
             "processes": self._check_processes,
         }
 
-    def lose_book(self, why: str) -> None:
-        """From now on nothing of the book is asked any more. A connection that hangs is left alone."""
+    def lose_book(self, why: str, *, hangs: bool = False) -> None:
+        """From now on nothing of the book is asked any more. A connection that hangs is in use by another thread."""
+        if not hangs:
+            self.close()
         self._patient, self._no_book = None, why
 
     def close(self) -> None:
@@ -218,7 +229,7 @@ class _Visit:
                 yield warning(f"anybody may write in {root}", f"chmod o-w {root}")
             if found.kind in ("home", "private") and os.geteuid() not in (0, facts.st_uid):
                 yield warning(f"{root} is not yours: only {_user(facts.st_uid)} can start its server")
-        existing = next(folder for folder in (root, *root.parents) if folder.exists())
+        existing = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
         room = os.statvfs(existing)
         if (free := room.f_bavail * room.f_frsize) < LEAST_FREE_BYTES:
             yield warning(f"only {format_bytes(free)} are left where the book lies", f"df -h {existing}")
@@ -236,8 +247,7 @@ class _Visit:
             if obstacle is None:
                 yield ok(f"{whose} in {found.place} is not running: the first program that needs it starts it")
             else:
-                detail, _, remedy = obstacle.rpartition(": ")
-                yield failed(detail or obstacle, remedy or None)
+                yield _parted(obstacle)
             return
         try:
             self._patient = Patient(found.url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 import sys
@@ -41,10 +42,11 @@ def judge_packages(found: Iterable[Distribution], *, imported: Path) -> Iterator
             f"{DISTRIBUTION} is not installed here; it runs from {imported}", "install it, so that its version is known"
         )
         return
-    places = dict.fromkeys(f"{each.version} in {each.locate_file('')}" for each in ours)
-    if len(places) > 1:
+    copies = [each for each in ours if Path(str(each.locate_file(""))) != imported.parent and not _is_editable(each)]
+    if copies:
+        places = ", ".join(f"{each.version} in {each.locate_file('')}" for each in copies)
         yield warning(
-            f"{DISTRIBUTION} is installed {len(places)} times on the path of Python: {', '.join(places)}",
+            f"another copy is on the path of Python too, and programs may get either: {places}",
             f"{pip} uninstall {DISTRIBUTION}, and look again",
         )
     spoilt = sorted(_spoilt(ours[0]))
@@ -87,6 +89,12 @@ def environment() -> Iterator[Remark]:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _is_editable(distribution: Distribution) -> bool:
+    """Whether it says no more than that the module is elsewhere."""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return bool(origin.get("dir_info", {}).get("editable"))
 
 
 def _claims_module(distribution: Distribution) -> bool:
