@@ -29,10 +29,11 @@ def doctor(
         bool, typer.Option("--json", help="Print JSON: a list of check, state, detail and next.")
     ] = False,
 ) -> None:
-    """Check everything that jayrun stands on: one line each, with what is wrong and what to type.
+    """Check everything that jayrun stands on.
 
-    Looks at this environment, the book and its server, this host, its devices and their driver. Starts, writes and
-    repairs nothing. Exit code 1 if a check failed; warnings and what was skipped leave it 0.
+    One line each, with what is wrong and what to type next: this environment, the book and its server, this host, its
+    devices and their driver. Starts, writes and repairs nothing. Exit code 1 if a check failed; warnings and what was
+    skipped leave it 0.
     """
     from jayrun.runtime.doctor import examine
 

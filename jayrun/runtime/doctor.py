@@ -88,8 +88,8 @@ def _isolated(visit: _Visit, check: Callable[[], Remarks], seconds: float) -> li
     except _Skipped as reason:
         return [skipped(str(reason))]
     except BookUnreachable as error:
-        visit.lose_book("the database is not reachable")
-        return [_told(error)]
+        visit.lose_book("the database is not reachable any more")
+        return [failed(_first_line(error))]
     except (_Hangs, TimeoutError) as error:
         if check in visit.of_book:
             visit.lose_book("the database did not answer an earlier check", hangs=isinstance(error, _Hangs))
@@ -99,6 +99,11 @@ def _isolated(visit: _Visit, check: Callable[[], Remarks], seconds: float) -> li
     except Exception as error:
         words = embedded.without_password(" ".join(str(error).split()))
         return [failed(f"this could not be looked at: {type(error).__name__}: {words}")]
+
+
+def _first_line(error: JayrunError) -> str:
+    """What has happened, without the remedy."""
+    return embedded.without_password(str(error)).partition("\n")[0]
 
 
 def _told(error: JayrunError) -> Remark:
@@ -253,9 +258,8 @@ class _Visit:
             self._patient = Patient(found.url)
         except BookUnreachable as error:
             self._no_book = "the database is not reachable"
-            reason = embedded.without_password(str(error)).partition("\n")[0]
             check = "start that server, or check JAYRUN_DATABASE_URL" if found.kind == "url" else "jayrun db status"
-            yield failed(reason, check)
+            yield failed(_first_line(error), check)
             return
         yield ok(f"{whose} answers: {url}")
         if (folder := embedded.forgotten(self._settings)) is not None:

@@ -98,7 +98,7 @@ def reaching(url: str) -> Iterator[None]:
 def unreachable(url: str, error: BaseException) -> BookUnreachable:
     return BookUnreachable(
         f"the book at {address(url)} cannot be reached: {_reason(error)}\n"
-        "start jayrun's own server with `jayrun db up`, or check JAYRUN_DATABASE_URL"
+        "start jayrun's own server with `jayrun db up`, or check JAYRUN_DATABASE_URL; `jayrun doctor` tells more"
     )
 
 
