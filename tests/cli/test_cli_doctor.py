@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,12 +22,13 @@ from cli_helpers import Holder, Jayrun
 from fleet import gpus
 from gpus import Slice, machine, standing_in, uuid
 from poolers import needs_pgbouncer, pooler
+from standby import standby_of
 
 from jayrun import embedded, kernel
 from jayrun.devices import nvml
-from jayrun.embedded import Throwaway
+from jayrun.embedded import Throwaway, start_throwaway
 from jayrun.runtime import doctor
-from jayrun.settings import MASKS, ORDER_VARIABLE, Settings
+from jayrun.settings import MASKS, ORDER_VARIABLE, Settings, child_environment
 from jayrun.store import devices, health, holders, schema
 from jayrun.store.transactions import Book
 
@@ -31,6 +36,22 @@ CHECKS = (
     *("jayrun", "settings", "folders", "database", "server", "connections", "pooler", "listener", "clock", "rights"),
     *("schema", "host", "holders", "devices", "driver", "hardware", "device files", "masks", "order", "processes"),
 )
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+AS_NOBODY = """
+import json, os
+from jayrun.runtime.doctor import examine
+from jayrun.settings import Settings
+from jayrun.store import schema
+list(examine(Settings.load()))  # nothing can be imported later, where root's home is closed
+schema.known_revisions()
+os.chdir("/")
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+print(json.dumps([(each.check, each.state, f"{each.detail} -> {each.next}") for each in examine(Settings.load())]))
+"""
 
 Examine = Callable[..., dict[str, dict[str, Any]]]
 
@@ -223,6 +244,29 @@ def test_a_server_of_our_own(examine: Examine, jayrun: Jayrun, home: Path) -> No
     assert not embedded.locate(Settings(home=home)).running
 
 
+@needs_root
+def test_a_server_of_another_user(jayrun: Jayrun, home: Path) -> None:
+    embedded.ensure(Settings(home=home))
+    schema.upgrade(embedded.locate(Settings(home=home)).url)
+
+    def as_nobody() -> dict[str, tuple[str, str]]:
+        environment = child_environment({"JAYRUN_HOME": str(home)})
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        return {check: (state, words) for check, state, words in json.loads(done.stdout)}
+
+    found = as_nobody()
+    assert found["rights"] == ("ok", "role jayrun_worker may lease -> None")
+    assert found["host"][0] == "ok"
+    assert found["folders"][0] == "warning"
+    jayrun("db", "down")
+    assert as_nobody()["database"] == (
+        "failed",
+        f"the server in {home} is not running -> `jayrun db up`, run by its owner or root",
+    )
+
+
 def test_a_home_that_cannot_be(examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAYRUN_DATABASE_URL")
     (tmp_path / "file").write_text("")
@@ -309,6 +353,24 @@ def test_a_server_that_takes_no_writes(
     assert "it takes no writes" in words
     assert "synchronous_commit is off" in words
     assert found["schema"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_standby(examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_throwaway(tmp_path, settings=Settings()) as primary:
+        schema.upgrade(primary.url)
+        with standby_of(primary) as pair:
+            monkeypatch.setenv("JAYRUN_DATABASE_URL", pair.standby.url)
+            found = examine()
+            monkeypatch.setenv("JAYRUN_DATABASE_URL", pair.url)
+            both = examine()
+    state, words = told(found, "server")
+    assert state == "failed"
+    assert words.startswith("it is a standby and takes no writes; PostgreSQL")
+    assert words.endswith("-> let JAYRUN_DATABASE_URL name the primary, or both of them")
+    assert found["listener"]["detail"] == "a standby sends no notifications"
+    assert (found["schema"]["state"], found["host"]["state"]) == ("ok", "ok")
+    assert "standby" not in both["server"]["detail"]
 
 
 @needs_pgbouncer
