@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -60,6 +61,8 @@ Examine = Callable[..., dict[str, dict[str, Any]]]
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*MASKS, ORDER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", sysconfig.get_path("scripts"), prepend=":")
+    monkeypatch.setattr(kernel, "machine_id", lambda: "a machine of its own")
 
 
 @pytest.fixture
@@ -258,7 +261,7 @@ def test_a_server_of_another_user(jayrun: Jayrun, home: Path) -> None:
 
     found = as_nobody()
     assert found["rights"] == ("ok", "role jayrun_worker may lease -> None")
-    assert found["host"][0] == "ok"
+    assert found["schema"][0] == "ok"
     assert found["folders"][0] == "warning"
     jayrun("db", "down")
     assert as_nobody()["database"] == (
