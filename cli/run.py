@@ -63,12 +63,15 @@ def run(
     jayrun waits for them: then Ctrl-C or SIGTERM sends them SIGTERM, a second one SIGKILL, and SIGHUP is passed on.
     With --on-exit=kill they get SIGTERM at once, and SIGKILL after 10 seconds.
 
+    Inside another `jayrun run` (JAYRUN_LEASE is set) COMMAND gets devices of that one's lease, at once or never.
+
     Exit code: the command's own (128 +
     signal); 120 + jayrun's code for failures of jayrun (122 usage, 123 impossible, 124 timed out waiting, 125 database
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
     """
     from jayrun.runtime.command import Terms, run_command
     from jayrun.runtime.paused import CannotExecute, PausedChild
+    from jayrun.runtime.within import surrounding
 
     try:
         request = request_of(gpus, memory_gb, exclusive, device_id)
@@ -89,7 +92,9 @@ def run(
             label=label or settings.label,
             on_exit=on_exit,
         )
-        code = run_command(child, book, host_id, terms, command=command, waiting=_Progress(book, request))
+        around = surrounding(book, host_id, settings.lease)
+        progress = _Progress(book, request)
+        code = run_command(child, book, host_id, terms, command=command, waiting=progress, around=around)
     except CannotExecute as error:
         say(f"jayrun: {error}")
         raise typer.Exit(127 if error.number == errno.ENOENT else 126) from None
