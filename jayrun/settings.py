@@ -29,6 +29,7 @@ class Settings:
     `home`: JAYRUN_HOME, a folder with a server of its own, and no other server is looked for.
     `host_id`: JAYRUN_HOST_ID, this host's identity in the book (default: found by the kernel's facts).
     `label`: JAYRUN_LABEL, a free text shown beside everything this process holds.
+    `lease`: JAYRUN_LEASE, the lease of the `jayrun run` that started this process, which sets it.
     `pg_bindir`: JAYRUN_PG_BINDIR, the folder with `initdb` and `postgres`.
     `data_home`: XDG_DATA_HOME, else ~/.local/share; a user's private server lives in `data_home/jayrun`.
     `state_root`: where the host's server lives, started by root (JAYRUN_STATE_ROOT, else /var/lib/jayrun).
@@ -41,6 +42,7 @@ class Settings:
     home: Path | None = None
     host_id: str | None = None
     label: str = ""
+    lease: str | None = None
     pg_bindir: Path | None = None
     data_home: Path = field(default_factory=lambda: Path.home() / ".local" / "share")
     state_root: Path = Path("/var/lib/jayrun")
@@ -61,6 +63,7 @@ class Settings:
             home=path("JAYRUN_HOME"),
             host_id=env.get("JAYRUN_HOST_ID") or None,
             label=env.get("JAYRUN_LABEL", ""),
+            lease=env.get("JAYRUN_LEASE") or None,
             pg_bindir=path("JAYRUN_PG_BINDIR"),
             data_home=path("XDG_DATA_HOME") or Path.home() / ".local" / "share",
             state_root=path("JAYRUN_STATE_ROOT") or Path("/var/lib/jayrun"),
