@@ -16,6 +16,7 @@ from .can import can
 from .db import db
 from .demo import demo
 from .devices import devices
+from .doctor import doctor
 from .executions import executions
 from .exits import FAILED, INTERRUPTED, exit_code
 from .holders import holders
@@ -35,7 +36,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [
             *("run", "can", "devices", "leases", "queue", "why", "executions", "worker"),
-            *("holders", "hosts", "audit", "settings", "db", "reconciler", "demo"),
+            *("holders", "hosts", "audit", "settings", "db", "reconciler", "doctor", "demo"),
         ]
 
 
@@ -58,6 +59,7 @@ app.add_typer(hosts, name="hosts")
 app.command()(audit)
 app.add_typer(settings, name="settings")
 app.command()(reconciler)
+app.command()(doctor)
 app.command()(demo)
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 

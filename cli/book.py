@@ -65,5 +65,5 @@ def running_book(settings: Settings, *, start: bool) -> embedded.BookAddress:
 
 def _remedy(found: embedded.BookAddress) -> str:
     if found.kind == "url":
-        return "start that server, or check JAYRUN_DATABASE_URL"
-    return "`jayrun db status` tells more about jayrun's own server"
+        return "start that server, or check JAYRUN_DATABASE_URL; `jayrun doctor` tells more"
+    return "`jayrun doctor` tells more about jayrun's own server"

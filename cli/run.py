@@ -79,6 +79,8 @@ def run(
     jayrun waits for them: then Ctrl-C or SIGTERM sends them SIGTERM, a second one SIGKILL, and SIGHUP is passed on.
     With --on-exit=kill they get SIGTERM at once, and SIGKILL after 10 seconds.
 
+    Inside another `jayrun run` (JAYRUN_LEASE is set) COMMAND gets devices of that one's lease, at once or never.
+
     Exit code: the command's own (128 +
     signal); 120 + jayrun's code for failures of jayrun (122 usage, 123 impossible, 124 timed out waiting, 125 database
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
@@ -87,6 +89,7 @@ def run(
     from jayrun.runtime.numbering import look
     from jayrun.runtime.order import misread_order
     from jayrun.runtime.paused import CannotExecute, PausedChild
+    from jayrun.runtime.within import surrounding
     from jayrun.store import devices
 
     try:
@@ -119,7 +122,14 @@ def run(
             docker=print_docker_flags,
         )
         code = run_command(
-            child, book, host_id, terms, numbering=numbering, command=command, waiting=_Progress(book, request)
+            child,
+            book,
+            host_id,
+            terms,
+            numbering=numbering,
+            command=command,
+            waiting=_Progress(book, request),
+            around=surrounding(book, host_id, settings.lease, numbering.visible),
         )
     except CannotExecute as error:
         say(f"jayrun: {error}")

@@ -12,6 +12,7 @@ import typer
 
 from jayrun import kernel, probes
 from jayrun.runtime.supervisor import Crew, Supervisor
+from jayrun.runtime.within import surrounding
 from jayrun.settings import Settings
 from jayrun.store import holders
 
@@ -52,6 +53,12 @@ def worker(
     )
     with closing(open_book(settings, role="supervisor", start=True)) as book:
         host_id = holders.attest_host(book, settings.host_id)
+        if (around := surrounding(book, host_id, settings.lease, None)) is not None:
+            raise typer.BadParameter(
+                f"this runs inside `jayrun run` (JAYRUN_LEASE={around.lease.id}), where only that lease's devices are "
+                "seen, but what a worker runs gets leases of its own: start it outside, or unset JAYRUN_LEASE and "
+                "CUDA_VISIBLE_DEVICES"
+            )
         _say(f"{processes} worker{'' if processes == 1 else 's'} for {', '.join(modules)} on {kernel.host_name()}")
         code = Supervisor(book, host_id, crew, say=_say).run()
     raise typer.Exit(code)

@@ -223,7 +223,7 @@ def _surroundings() -> Surroundings:
     found, hidden = _inhabitants(*os.listdir(_PROC))
     return Surroundings(
         found,
-        sees_all=not hidden and _sees_others(),
+        sees_all=not hidden and sees_other_users(),
         is_first=_proc_is_ours() and pid_namespace() == _FIRST_PID_NAMESPACE,
     )
 
@@ -252,7 +252,7 @@ def _inhabitants(*places: str) -> tuple[list[Inhabitant], bool]:
     return found, hidden
 
 
-def _sees_others() -> bool:
+def sees_other_users() -> bool:
     """Whether /proc shows us the processes of other users too: it does unless it was mounted with `hidepid`, which
     would hide pid 1 from whoever may not look into it."""
     me = os.geteuid()

@@ -9,6 +9,13 @@ from pathlib import Path
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """The variables by which a process is shown only some devices; an empty one is not an unset one."""
+VARIABLES = (
+    *("JAYRUN_DATABASE_URL", "JAYRUN_HOME", "JAYRUN_HOST_ID", "JAYRUN_LABEL", "JAYRUN_PG_BINDIR"),
+    *("JAYRUN_STATE_ROOT", "JAYRUN_RUN_ROOT", "JAYRUN_PROBES"),
+    *("JAYRUN_LEASE", "JAYRUN_DOCKER_FLAGS"),  # told by `jayrun run` to its command
+    "JAYRUN_PASSWORD",  # read by compose.yaml
+)
+"""All variables of jayrun's own that anything reads."""
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 """Says by which order CUDA numbers the GPUs of the host."""
 PCI_ORDER = "PCI_BUS_ID"
@@ -22,6 +29,7 @@ class Settings:
     `home`: JAYRUN_HOME, a folder with a server of its own, and no other server is looked for.
     `host_id`: JAYRUN_HOST_ID, this host's identity in the book (default: found by the kernel's facts).
     `label`: JAYRUN_LABEL, a free text shown beside everything this process holds.
+    `lease`: JAYRUN_LEASE, the lease of the `jayrun run` that started this process, which sets it.
     `pg_bindir`: JAYRUN_PG_BINDIR, the folder with `initdb` and `postgres`.
     `data_home`: XDG_DATA_HOME, else ~/.local/share; a user's private server lives in `data_home/jayrun`.
     `state_root`: where the host's server lives, started by root (JAYRUN_STATE_ROOT, else /var/lib/jayrun).
@@ -34,6 +42,7 @@ class Settings:
     home: Path | None = None
     host_id: str | None = None
     label: str = ""
+    lease: str | None = None
     pg_bindir: Path | None = None
     data_home: Path = field(default_factory=lambda: Path.home() / ".local" / "share")
     state_root: Path = Path("/var/lib/jayrun")
@@ -54,6 +63,7 @@ class Settings:
             home=path("JAYRUN_HOME"),
             host_id=env.get("JAYRUN_HOST_ID") or None,
             label=env.get("JAYRUN_LABEL", ""),
+            lease=env.get("JAYRUN_LEASE") or None,
             pg_bindir=path("JAYRUN_PG_BINDIR"),
             data_home=path("XDG_DATA_HOME") or Path.home() / ".local" / "share",
             state_root=path("JAYRUN_STATE_ROOT") or Path("/var/lib/jayrun"),
@@ -61,6 +71,11 @@ class Settings:
             probes=env.get("JAYRUN_PROBES", ""),
             masks={name: env[name] for name in MASKS if name in env},
         )
+
+
+def given_variables() -> dict[str, str]:
+    """The variables of this process's environment that look like jayrun's own, known or not."""
+    return {name: value for name, value in os.environ.items() if name.startswith("JAYRUN_")}
 
 
 def child_environment(updates: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jayrun.embedded.books import BookAddress, NotADatabaseUrl, locate, without_password
-from jayrun.embedded.server import Status, down, ensure, forgotten, how_to_start, may_manage, status, up
+from jayrun.embedded.server import Status, down, ensure, forgotten, hindrance, how_to_start, may_manage, status, up
 from jayrun.embedded.throwaway import Throwaway, start_throwaway
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "down",
     "ensure",
     "forgotten",
+    "hindrance",
     "how_to_start",
     "locate",
     "may_manage",

@@ -129,6 +129,22 @@ def how_to_start(settings: Settings) -> str:
     return _obstacle(place) or f"the server in {place.root} is not running: {_how(place, 'up')}"
 
 
+def hindrance(settings: Settings) -> str | None:
+    """Why `ensure` would not start the server of the book that applies (no URL's), and what to do; None: it tries."""
+    place = place_for(settings)
+    if (obstacle := _obstacle(place)) is not None:
+        return obstacle
+    if not _manages(place):
+        return how_to_start(settings)
+    if _is_held_down(place):
+        return _held(place)
+    try:
+        find_bindir(settings)
+    except ServerError as error:
+        return str(error)
+    return None
+
+
 def forgotten(settings: Settings) -> Path | None:
     """The folder of this user's private server when it still runs though the host's book applies, else None."""
     if settings.database_url is not None or place_for(settings).kind != "host":
@@ -181,9 +197,8 @@ def _start(place: Place, settings: Settings, *, lift_hold: bool) -> None:
         raise ServerError(obstacle)
     if not _manages(place):
         raise BookUnreachable(f"the server in {place.root} is not running: {_how(place, 'up')}")
-    held = f"the book was stopped with `jayrun db down` and stays so until somebody says otherwise: {_how(place, 'up')}"
     if _is_held_down(place) and not lift_hold:
-        raise BookUnreachable(held)
+        raise BookUnreachable(_held(place))
     if place.kind == "private" and host_exists(settings):
         raise ServerError("this host has a book of its own, so no private one is started beside it: try again")
     account = _account(place)
@@ -192,7 +207,7 @@ def _start(place: Place, settings: Settings, *, lift_hold: bool) -> None:
         if lift_hold:
             place.held_down.unlink(missing_ok=True)
         elif _is_held_down(place):
-            raise BookUnreachable(held)
+            raise BookUnreachable(_held(place))
         if place.ping() is not Ping.OK:
             _prepare(place, account)
             _start_locked(place, settings, account=account, lock_handle=lock_handle)
@@ -260,6 +275,10 @@ def _prepare(place: Place, account: Account) -> None:
     account.make_folder(place.sockets, mode=0o755)
     for path in (place.start_lock, place.alive_lock):
         os.close(account.make_file(path, mode=0o600))
+
+
+def _held(place: Place) -> str:
+    return f"the book was stopped with `jayrun db down` and stays so until somebody says otherwise: {_how(place, 'up')}"
 
 
 def _how(place: Place, command: str) -> str:

@@ -18,6 +18,7 @@ from uuid import UUID
 from jayrun import kernel, probes
 from jayrun.devices.visible import Mask, Numbering
 from jayrun.domain.lifecycle import ExecutionState
+from jayrun.domain.reasons import short_id
 from jayrun.domain.requests import Request
 from jayrun.errors import (
     BookError,
@@ -33,6 +34,7 @@ from jayrun.runtime.leftovers import Leftovers, OnExit, collect_orphans
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.paused import PausedChild
 from jayrun.runtime.saying import say
+from jayrun.runtime.within import Surrounding
 from jayrun.store import admission, executions, holders, leases
 from jayrun.store.asks import Ask, Ended, Execution, Granted, Impossible, Member, Parked, Unavailable
 from jayrun.store.holders import Holder
@@ -69,13 +71,15 @@ def run_command(
     numbering: Numbering,
     command: Sequence[str],
     waiting: Callable[[UUID], None],
+    around: Surrounding | None = None,
 ) -> int:
     """Give `child` its turn, and stay until all that it started has ended; returns its exit code (128 + signal).
 
     Only devices that `numbering` shows, by the masks that this process inherited, are given to it.
 
-    `waiting(execution id)` is called now and then while it waits. Raises `PlacementImpossible`, `PlacementTimeout`,
-    `CannotExecute` and the book's errors; then the child is gone and nothing is left in the book.
+    `waiting(execution id)` is called now and then while it waits. Inside the lease `around` there is no waiting: it
+    gets devices of that one, or none. Raises `PlacementImpossible`, `PlacementTimeout`, `CannotExecute` and the book's
+    errors; then the child is gone and nothing is left in the book.
     """
     kernel.become_subreaper()
     child.take_signals()
@@ -91,7 +95,7 @@ def run_command(
         visible=numbering.visible,
     )
     leftovers = Leftovers(child, since_ticks=who.start_ticks)
-    wrapped = _Wrapped(child, leftovers, book, holder, terms, numbering, name=os.path.basename(command[0]))
+    wrapped = _Wrapped(child, leftovers, book, holder, terms, numbering, around, name=os.path.basename(command[0]))
     probes.reach("command.registered")
     try:
         if wrapped.take_turn(waiting):
@@ -117,6 +121,7 @@ class _Wrapped:
         holder: Holder,
         terms: Terms,
         numbering: Numbering,
+        around: Surrounding | None,
         *,
         name: str,
     ) -> None:
@@ -128,6 +133,7 @@ class _Wrapped:
         self._holder = holder
         self._terms = terms
         self._numbering = numbering
+        self._around = around
         self._lease: Lease | None = None
         self._own: Holder | None = None  # this process, once it holds the lease too
         self._holders = [holder]
@@ -146,7 +152,10 @@ class _Wrapped:
     def take_turn(self, waiting: Callable[[UUID], None]) -> bool:
         """Ask, and wait if need be; whether the lease is there. It is not when the child was ended meanwhile."""
         try:
-            self._ask(waiting)
+            if self._around is None:
+                self._ask(waiting)
+            else:
+                self._take_part(self._around)
         except (PlacementCancelled, LeaseLost):
             if not self._child.ended(0):  # else somebody found it dead before we did
                 raise
@@ -170,11 +179,29 @@ class _Wrapped:
             case unknown:
                 assert_never(unknown)
 
+    def _take_part(self, around: Surrounding) -> None:
+        """Inside another `jayrun run` both processes become further holders of its lease: an ask for one beside it
+        might wait for itself."""
+        shares = around.choose(self._terms.request)
+        lease = Lease(around.lease.id, around.lease.epoch, self._execution.id, 0, shares)
+        try:
+            leases.join(self._book, self._holder, Held(lease.id, lease.epoch))
+            self._hold_too(lease)
+        except LeaseLost as error:
+            raise around.ended() from error
+        names = ", ".join(str(share.host_index) for share in shares)
+        say(
+            f"jayrun: this is inside `jayrun run`: the command gets {self._terms.request.device} {names} of lease "
+            f"{short_id(lease.id)}, and shares it with whatever else runs inside"
+        )
+
     def _hold_too(self, lease: Lease) -> None:
         """Make this process a further holder, before the command runs: so whoever finds the command dead finds that
         the lease is still held, and this process sees what the command left running."""
         if self._own is None:
-            self._own = holders.register(self._book, self._holder.host_id, role="wrapper", label=self._terms.label)
+            # A wrapper is who knows how the command that the lease was granted to ends; inside, that is another one.
+            role = "wrapper" if self._around is None else "command"
+            self._own = holders.register(self._book, self._holder.host_id, role=role, label=self._terms.label)
             self._holders.append(self._own)
         leases.join(self._book, self._own, Held(lease.id, lease.epoch))
         self._lease = lease

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jayrun.domain.placements import CPU_PLACEMENT, Placement, PlacementGroup, PlacementLocation
-from jayrun.runtime.holds import Hold
+from jayrun.runtime.holds import Hold, Part
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -27,5 +27,5 @@ class Data:
                 f"placement must be a Placement or PlacementGroup, not {self.placement!r} "
                 f"({type(self.placement).__name__})"
             )
-        if isinstance(hold := self.placement.primary.hold, Hold):
+        if isinstance(hold := self.placement.primary.hold, Hold | Part):
             hold.check()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from uuid import UUID
 
+from jayrun.domain.devices import Share
 from jayrun.embedded import how_to_start, locate
 from jayrun.errors import BookUnreachable, LeaseLost
-from jayrun.runtime.holds import Hold
+from jayrun.runtime.holds import AnyHold, Hold
 from jayrun.runtime.service import Service, own_service, services
 from jayrun.settings import Settings
 
@@ -39,6 +40,18 @@ def joined(lease_id: UUID, epoch: int) -> Hold:
         with suppress(LeaseLost):
             return service.join(lease_id, epoch)
     return last.join(lease_id, epoch)
+
+
+def joined_part(lease_id: UUID, epoch: int, part_id: UUID, shares: tuple[Share, ...]) -> AnyHold:
+    """The same for a part of a lease around the process that sent it. Where that is around this process too, the bytes
+    count here from now on, fit or not; anywhere else this process holds the lease and nothing is counted.
+
+    Raises what `joined` does.
+    """
+    for service in services() or [_own_service()]:
+        if service.within is not None and service.within.names(lease_id, epoch):
+            return service.within.take_over(part_id, shares)
+    return joined(lease_id, epoch)
 
 
 def _own_service() -> Service:

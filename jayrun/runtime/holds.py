@@ -1,5 +1,7 @@
 """What keeps leases alive: a `Hold` per lease, reachable from its placements, whose end only enqueues the release.
 
+Inside `jayrun run` a placement is a `Part` of the lease around the process, whose end gives bytes back in this process.
+
 A placement that is pickled is lent: this process holds on to it for a while, though its own copy may go, so that
 whoever unpickles it can become a further holder (`jayrun.runtime.handover`).
 """
@@ -19,10 +21,10 @@ from uuid import UUID
 from weakref import WeakValueDictionary
 
 from jayrun.devices.visible import Numbering
-from jayrun.domain.devices import Backend, Device
+from jayrun.domain.devices import Backend, Device, Share
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.errors import LeaseLost
-from jayrun.store.leases import Finished, Held
+from jayrun.store.leases import Finished, Held, Lease
 
 log = logging.getLogger("jayrun")
 
@@ -39,7 +41,10 @@ class Outbox:
         self.messages: deque[Message] = deque()
         self.holds: WeakValueDictionary[tuple[UUID, int], Hold] = WeakValueDictionary()
         self.held: dict[tuple[UUID, int], Held] = {}  # the same without touching them: who looks must not keep them
-        self.lent: dict[tuple[UUID, int], tuple[float, Hold]] = {}  # since when, on this process's monotonic clock
+        self.lent: dict[tuple[UUID, int], tuple[float, AnyHold]] = {}  # since when, on this process's monotonic clock
+        self.parts: WeakValueDictionary[UUID, Part] = WeakValueDictionary()
+        self.taken: dict[UUID, tuple[Share, ...]] = {}  # what the parts have, without touching them
+        self.untaken: dict[tuple[UUID, int], Part] = {}  # by (execution, position) of the request that gets it
         self.numbers = itertools.count(1)  # of holds that are none of a grant
         self.numbering = Numbering()  # by which numbers this process uses the devices of its host
         self.wake_reader, self._wake_writer = os.pipe()
@@ -50,6 +55,16 @@ class Outbox:
         """Enqueue `message`; an Event is set once everything before it was committed."""
         self.messages.append(message)
         self.wake()
+
+    def take(self, lease: Lease) -> AnyHold:
+        """What keeps a lease alive that was granted, for the placement that is made of it."""
+        part = self.untaken.pop((lease.execution_id, lease.position), None)
+        return Hold(self, Held(lease.id, lease.epoch)) if part is None else part
+
+    def give_back(self, lease: Lease) -> None:
+        """A lease that was granted will not be used."""
+        if self.untaken.pop((lease.execution_id, lease.position), None) is None:
+            self.put(Release(Held(lease.id, lease.epoch), used=False))
 
     def wake(self) -> None:
         """Let the service look at once."""
@@ -151,3 +166,58 @@ class Hold:
             if self._outbox.held.get(self.held[:2]) is self.held:
                 self._outbox.held.pop(self.held[:2], None)
             self._outbox.put(Release(self.held))
+
+
+class Part:
+    """Some bytes of the lease around this process, as long as a placement of them is reachable in it.
+
+    Like a `Hold` on that lease, which it keeps alive, but the book hears nothing of its end: what waits in this process
+    is looked at again. Pickled, it stays counted here while it is lent.
+    """
+
+    __slots__ = ("__weakref__", "_outbox", "_outer", "id", "shares")
+
+    def __init__(self, outbox: Outbox, outer: Hold, part_id: UUID, shares: tuple[Share, ...]) -> None:
+        self._outbox = outbox
+        self._outer = outer
+        self.id = part_id
+        self.shares = shares
+        outbox.taken[part_id] = shares
+        outbox.parts[part_id] = self
+
+    @property
+    def held(self) -> Held:
+        return self._outer.held
+
+    @property
+    def lost(self) -> str | None:
+        return self._outer.lost
+
+    def check(self) -> None:
+        """Raises `LeaseLost` if the lease is this process's no more."""
+        self._outer.check()
+
+    def device_id(self, kind: Device, backend: Backend | None, host_index: int, uuid: str | None) -> int | None:
+        """As of a `Hold`."""
+        return self._outer.device_id(kind, backend, host_index, uuid)
+
+    def __deepcopy__(self, memo: object) -> Part:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., AnyHold], tuple[UUID, int, UUID, tuple[Share, ...]]]:
+        """As for a `Hold`."""
+        from jayrun.runtime.handover import joined_part
+
+        self.check()
+        if self._outbox.owner_pid == os.getpid():
+            self._outbox.lent[self.id, self.held.epoch] = (time.monotonic(), self)
+        return joined_part, (*self.held[:2], self.id, self.shares)
+
+    def __del__(self) -> None:
+        if self._outbox.owner_pid == os.getpid():
+            if self._outbox.taken.get(self.id) is self.shares:
+                self._outbox.taken.pop(self.id, None)
+            self._outbox.wake()
+
+
+AnyHold: TypeAlias = "Hold | Part"

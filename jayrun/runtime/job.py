@@ -12,7 +12,7 @@ from typing import Any, assert_never
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.placements import PlacementLocation
 from jayrun.domain.requests import Request
-from jayrun.domain.sequence import check_complete, check_next, shape_of
+from jayrun.domain.sequence import check_complete, check_next
 from jayrun.domain.units import format_bytes
 from jayrun.errors import (
     LeaseLost,
@@ -25,7 +25,6 @@ from jayrun.errors import (
 from jayrun.frames import clear_frames
 from jayrun.runtime.calls import called, collect_garbage, stored
 from jayrun.runtime.data import Data
-from jayrun.runtime.holds import Undo
 from jayrun.runtime.operator import Operator, Resource, bound, declared_inputs
 from jayrun.runtime.placement import SWALLOWED, PlacementInterface
 from jayrun.runtime.presence import DECLARED_DEAD
@@ -34,7 +33,6 @@ from jayrun.runtime.retry import RetryPolicy
 from jayrun.runtime.service import Resolution, Service, Wait
 from jayrun.runtime.signal import PlacementSignal
 from jayrun.runtime.work import Invocation, Work
-from jayrun.store import admission, executions
 from jayrun.store.asks import Ask, Ended, Granted, Impossible, Parked, Unavailable
 from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed, News
@@ -213,9 +211,7 @@ class Job:
         if work is None or not self._parked:
             return None
         left = tuple(request for each in self._unit() if each is not work for request in each.recorded)
-        shape = shape_of((self._service.host_id,), left)
-        executions.drop_member(self._service.book, work.id, self._work.id, shape)
-        self._service.combine()
+        self._service.drop_member(work.id, self._work.id, left)
         return left
 
     def _call(
@@ -294,15 +290,15 @@ class Job:
             wait=self._no_waiting is None and (left is None or left > 0),
         )
         try:
-            outcome = admission.reserve(self._service.book, ask)
+            outcome = self._service.reserve(ask)
             if isinstance(outcome, Unavailable):
                 # What this process let go a moment ago may not be told yet, and this is the last chance.
                 self._service.flush_if_reachable()
-                outcome = admission.reserve(self._service.book, ask)
+                outcome = self._service.reserve(ask)
         except BaseException:  # also Ctrl-C in the middle of it
             # Nobody knows what the book did: once it can be reached, whatever it was is taken back.
             unit_id = None if self._detached else self._work.id
-            self._service.outbox.put(Undo(unit_id, (work.id, position, work.invocation)))
+            self._service.undo(unit_id, (work.id, position, work.invocation))
             raise
         match outcome:
             case Granted(lease):
@@ -387,6 +383,8 @@ class Job:
             raise PlacementImpossible(message)
         if failure.get("type") == "PlacementDeadlock":
             raise PlacementDeadlock(message)
+        if failure.get("type") == "LeaseLost":  # the one around this process
+            raise LeaseLost(message)
         if failure.get("type") == "ProcessDied":
             raise LeaseLost(f"{self._work.execution.name} has lost its place in the queue: {message}; run it again")
         raise PlacementCancelled(f"{self._work.execution.name} was {resolution.state.value}: {message}")
@@ -435,7 +433,7 @@ class Job:
     def _finish(self, work: Work, state: ExecutionState, error: BaseException | None = None) -> None:
         if work.booked is not None and not (self._detached and work is self._work):  # its worker tells of that
             failure = None if error is None else stored(error)
-            self._service.outbox.put(Finished(work.id, state, failure, self._attempt))
+            self._service.finish(Finished(work.id, state, failure, self._attempt))
 
     def _is_a_former_holders(self, work: Work) -> bool:
         """Whether this process was declared dead since then, and is another holder now."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from jayrun.domain.ending import Endable
 from jayrun.errors import LeaseLost
 from jayrun.frames import clear_frames
 from jayrun.runtime.data import Data
-from jayrun.runtime.holds import Hold
+from jayrun.runtime.holds import AnyHold, Part
 from jayrun.runtime.operator import Resource
 from jayrun.store import blockers
 from jayrun.store.leases import Lease
@@ -37,7 +38,7 @@ class Cached:
     key: Any
     resource: Resource
     data: Data
-    leases: list[tuple[weakref.ref[Hold], Lease]]
+    leases: list[tuple[weakref.ref[AnyHold], Lease]]
     parts: list[Cached]
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -128,6 +129,20 @@ class Resources:
         """The cached resources that have leases, by the executions that set them up."""
         with self._lock:
             return [cached.id for cached in self._cached.values() if cached.leases]
+
+    def idle(self) -> list[Endable]:
+        """The cached resources that nobody uses, by the executions that set them up, and what they have of the lease
+        around this process."""
+        with self._lock:
+            cached = [each for each in self._cached.values() if each.users == 0 and each.leases]
+        return [
+            Endable(
+                each.id,
+                tuple(share for hold, _ in each.leases if isinstance(kept := hold(), Part) for share in kept.shares),
+                each.last_used,
+            )
+            for each in cached
+        ]
 
     def publish(self, book: Book) -> None:
         """Tell the book which resources have become idle, or are so no more, since it was told last."""

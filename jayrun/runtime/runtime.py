@@ -231,7 +231,7 @@ class Runtime:
         booked_devices.add(book, host_id, declared)
         self._service.look_again(book)
         keep_pci_order(self._service.numbering)
-        booked = {(device.kind, device.host_index): device for device in booked_devices.fleet(book, host_id)}
+        booked = {(device.kind, device.host_index): device for device in booked_devices.fleet(book, host_id)[0]}
         for each in declared:
             found = booked[each.device, each.device_id]
             if found.capacity_bytes != each.memory_bytes:

@@ -9,6 +9,7 @@ polling is the truth.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -27,8 +28,9 @@ from jayrun.devices.visible import Numbering
 from jayrun.domain.devices import Backend
 from jayrun.domain.lifecycle import ExecutionState
 from jayrun.domain.requests import Request
+from jayrun.domain.sequence import shape_of
 from jayrun.embedded import ensure
-from jayrun.errors import BookError, PlacementTimeout, RuntimeClosed
+from jayrun.errors import BookError, LeaseLost, PlacementTimeout, RuntimeClosed
 from jayrun.runtime import reconciler
 from jayrun.runtime.hardware import Lookout
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
@@ -37,8 +39,10 @@ from jayrun.runtime.order import keep_pci_order
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
+from jayrun.runtime.within import Within, surrounding
 from jayrun.settings import Settings
 from jayrun.store import admission, blockers, devices, executions, holders, leases, reclaim, schema
+from jayrun.store.asks import Ask, Outcome
 from jayrun.store.executions import Claimed, News
 from jayrun.store.holders import Holder
 from jayrun.store.leases import Finished, Held
@@ -74,9 +78,21 @@ class Wait:
 
 
 class Service:
-    """The process's connection to one book; made by `service_for`, shared by its Runtimes."""
+    """The process's connection to one book; made by `service_for`, shared by its Runtimes.
 
-    def __init__(self, url: str, *, host_identity: str | None, label: str, role: str, masks: Mapping[str, str]) -> None:
+    `within` is what answers this process's requests inside `jayrun run`; None: the book does.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        host_identity: str | None,
+        label: str,
+        role: str,
+        masks: Mapping[str, str],
+        lease: str | None,
+    ) -> None:
         self.pid = os.getpid()
         self.book = Book(url, role=role, instance=str(self.pid))
         # The thread's own, always at hand, and impatient: it has deadlines to keep.
@@ -93,6 +109,7 @@ class Service:
             keep_pci_order(self.numbering)
             self.presence = Presence(self._own_book, self.outbox, self.host_id, role=role, label=label)
             self.tick_seconds, self._lend_seconds = first.periods()
+            self.within = self._enter(first, lease)
         except BaseException:  # no connection is left behind, whatever came between
             self._own_book.close()
             self.outbox.close()
@@ -116,6 +133,41 @@ class Service:
         self._thread = threading.Thread(target=self._loop, name="jayrun-service", daemon=True)
         self._thread.start()
 
+    def _enter(self, book: Book, named: str | None) -> Within | None:
+        """Hold the lease that JAYRUN_LEASE names, if there is one."""
+        around = surrounding(book, self.host_id, named, self.numbering.visible)
+        if around is None:
+            return None
+        lease_id, epoch = around.lease.id, around.lease.epoch
+        within = Within(around, self.outbox, lambda: self.presence.join(self.book, lease_id, epoch))
+        with contextlib.suppress(LeaseLost):  # it has ended: whoever asks is told
+            within.enter()
+        return within
+
+    def reserve(self, ask: Ask) -> Outcome:
+        """Answer a request of an invocation. Raises `LeaseLost` if the lease around has ended, and `BookError`."""
+        return admission.reserve(self.book, ask) if self.within is None else self.within.reserve(ask)
+
+    def undo(self, unit_id: UUID | None, slot: tuple[UUID, int, int]) -> None:
+        """Take an ask back whose answer was never heard; see `Undo`."""
+        if self.within is None:
+            self.outbox.put(Undo(unit_id, slot))
+        else:
+            self.within.undo(unit_id or slot[0], slot)
+
+    def finish(self, finished: Finished) -> None:
+        """An execution that has asked for something has ended. Of those inside a lease the book never knew."""
+        if self.within is None:
+            self.outbox.put(finished)
+
+    def drop_member(self, execution_id: UUID, unit_id: UUID, left: tuple[Request, ...]) -> None:
+        """Let a set-up that was done by others wait no longer with its unit, which still asks for what is `left`."""
+        if self.within is None:
+            executions.drop_member(self.book, execution_id, unit_id, shape_of((self.host_id,), left))
+            self.combine()
+        else:
+            self.within.drop_member(execution_id, unit_id, left)
+
     def wait_for(self, wait: Wait) -> None:
         """Take a parked unit into care: it is resolved when it was admitted and claimed, ended, or timed out."""
         with self._waits_lock:
@@ -127,7 +179,10 @@ class Service:
         was resolved already."""
         with self._waits_lock:
             wait = self._waits.pop(unit_id, None)
-        self.outbox.put(Withdraw(unit_id, state, failure))
+        if self.within is None:
+            self.outbox.put(Withdraw(unit_id, state, failure))
+        else:
+            self.within.withdraw(unit_id)
         return wait
 
     def tell_set_up(self, key: Any) -> None:
@@ -220,6 +275,12 @@ class Service:
         here. Runs user code."""
         try:
             while not self._stopping:
+                if self.within is not None:
+                    torn_down = [self.resources.tear_down(each) for each in self._flagged()]
+                    self.outbox.wake()
+                    if not any(torn_down):
+                        return
+                    continue
                 self.resources.publish(self._own_book)
                 blockers.make_way(self._own_book, self.host_id)
                 if all(self.resources.tear_down(each) for each in self._flagged()):
@@ -246,6 +307,8 @@ class Service:
         if self._stopping or os.getpid() != self.pid:
             return
         give_up_at = time.monotonic() + EXIT_FLUSH_SECONDS
+        if self.within is not None:
+            self.within.leave()
         self.flush(EXIT_FLUSH_SECONDS)
         self._stopping = True
         self.outbox.wake()
@@ -275,12 +338,15 @@ class Service:
                 self.presence.take_back_lent(self._lend_seconds)
                 # Only an answer of the book ends an outage, so it is asked each time.
                 tick = time.monotonic() >= next_tick or self._outage.lasts
+                if self.within is not None:  # it needs no book
+                    self._attend_within(self.within, tick=tick)
                 self._commit()
                 named |= self._listen(tick=tick)
                 if tick:
-                    self.resources.publish(self._own_book)
                     self._look_again_aside()
-                if self.presence.beat(only_waits=self._only_waits, tick=tick):
+                if tick and self.within is None:
+                    self.resources.publish(self._own_book)
+                if self.presence.beat(only_waits=self._waits_for_the_book, tick=tick):
                     self._listener.close()
                     self._listener = self.book.listen(str(self.holder.id))
                 if tick:
@@ -292,7 +358,8 @@ class Service:
                     self._own_book.close_unused()  # those of threads that made room
                 if (tick or named) and self._flagged():
                     threading.Thread(target=self.make_room, name="jayrun-make-room", daemon=True).start()
-                self._attend_waits()
+                if self.within is None:
+                    self._attend_waits()
                 self._outage.ended("releases were told")
             except BookError as error:
                 self._out_of_reach(error)
@@ -380,6 +447,10 @@ class Service:
             self._host_waits = True
             admission.combine(self._own_book, self.host_id)
 
+    def _waits_for_the_book(self) -> bool:
+        """Whether it only waits as the book sees it, which knows nothing of those that wait inside a lease."""
+        return self.within is None and self._only_waits()
+
     def _only_waits(self) -> bool:
         """Whether this process drops nothing, and has dropped nothing untold, before one of its executions is served.
 
@@ -400,12 +471,14 @@ class Service:
 
     def _flagged(self) -> list[UUID]:
         """The resources of this process that are to be torn down."""
+        if self.within is not None:
+            return list(self.within.in_the_way(self.resources.idle()))
         cached = self.resources.ids()
         return blockers.flagged(self._own_book, cached) if cached else []
 
     def _listen(self, *, tick: bool) -> bool:
         """Listen while something waits or is cached; whether that began just now: a call may have been missed."""
-        if self._waits or self.resources.ids():
+        if self.within is None and (self._waits or self.resources.ids()):
             return self._listener.open()
         if tick:  # else perhaps somebody waits again soon
             self._listener.close()
@@ -427,6 +500,21 @@ class Service:
             admission.combine(self._own_book, self.host_id)
             self.outbox.wake()  # to attend again
 
+    def _attend_within(self, within: Within, *, tick: bool) -> None:
+        """The same inside a lease, and at each tick whether everybody waits for ever."""
+        with self._waits_lock:
+            waits = dict(self._waits)
+        if not waits:
+            return
+        resolved = within.attend(list(waits))
+        if tick and not resolved and self._only_waits():
+            gc.collect()  # perhaps it is only a cycle that keeps what everybody waits for
+            resolved = within.attend(list(waits))
+            if not resolved and not self._flagged() and self._only_waits():
+                resolved = within.give_up()
+        for unit_id, resolution in resolved.items():
+            self._resolve(waits[unit_id], resolution)
+
     def _resolve(self, wait: Wait, resolution: Resolution) -> None:
         with self._waits_lock:
             mine = self._waits.pop(wait.unit_id, None)
@@ -434,9 +522,9 @@ class Service:
             wait.resolve(resolution)
         elif isinstance(resolution, Claimed):  # it was abandoned while its grant was on the way
             for lease in resolution.leases:
-                self.outbox.put(Release(Held(lease.id, lease.epoch), used=False))
+                self.outbox.give_back(lease)
             for execution_id in resolution.members:
-                self.outbox.put(Finished(execution_id, ExecutionState.CANCELLED))
+                self.finish(Finished(execution_id, ExecutionState.CANCELLED))
 
     def _out_of_reach(self, error: Exception) -> None:
         self._outage.began(error, "leases are kept and releases will be told later")
@@ -454,18 +542,26 @@ _services_lock = threading.Lock()
 
 
 def service_for(
-    url: str, *, host_identity: str | None, label: str, role: str = "runtime", masks: Mapping[str, str] | None = None
+    url: str,
+    *,
+    host_identity: str | None,
+    label: str,
+    role: str = "runtime",
+    masks: Mapping[str, str] | None = None,
+    lease: str | None = None,
 ) -> Service:
-    """The service of this process for the book at `url`, started at the first call, which decides label, role, and
-    the masks that limit what the process sees.
+    """The service of this process for the book at `url`, started at the first call, which decides the rest.
 
+    `masks` limit what the process sees.
+
+    `lease` names the one around this process, by which its requests are answered if the book knows it.
     Raises `BookUnreachable` and `SchemaMismatch`.
     """
     with _services_lock:
         service = _services.get(url)
         if service is None:
             service = _services[url] = Service(
-                url, host_identity=host_identity, label=label, role=role, masks=masks or {}
+                url, host_identity=host_identity, label=label, role=role, masks=masks or {}, lease=lease
             )
         return service
 
@@ -485,6 +581,7 @@ def own_service(settings: Settings | None = None, *, url: str | None = None, lab
         host_identity=settings.host_id,
         label=settings.label if label is None else label,
         masks=settings.masks,
+        lease=settings.lease,
     )
 
 

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from jayrun.domain.placements import Placement, PlacementGroup, PlacementLocation
 from jayrun.domain.requests import Request
-from jayrun.runtime.holds import Hold, Outbox, Release
+from jayrun.runtime.holds import AnyHold, Outbox
 from jayrun.store.asks import Execution, Member
 from jayrun.store.claims import Taken
 from jayrun.store.executions import Claimed
@@ -97,7 +97,7 @@ class Work:
     def give_back_unused(self, outbox: Outbox) -> None:
         """Leases of this invocation that no request took go back."""
         for lease in self.granted.values():
-            outbox.put(Release(Held(lease.id, lease.epoch), used=False))
+            outbox.give_back(lease)
         self.granted.clear()
 
 
@@ -107,7 +107,7 @@ class Invocation:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.issued: list[Request] = []
-        self.leases: list[tuple[weakref.ref[Hold], Lease]] = []
+        self.leases: list[tuple[weakref.ref[AnyHold], Lease]] = []
         self.signalled = False
         self.ended = False
         self.busy = threading.Lock()
@@ -116,7 +116,7 @@ class Invocation:
 
     def place(self, outbox: Outbox, request: Request, lease: Lease) -> PlacementLocation:
         """The value that user code gets for a lease; the lease lives as long as the value is reachable."""
-        hold = Hold(outbox, Held(lease.id, lease.epoch))
+        hold = outbox.take(lease)
         self.leases.append((weakref.ref(hold), lease))
         members = tuple(
             Placement(

@@ -158,15 +158,16 @@ def find_host(book: Book, name: str) -> int:
     return book.written(unit)
 
 
-def fleet(book: Book, host_id: int) -> list[BookedDevice]:
-    """The devices of the host as the next admission would find them; offline where nobody is there to make one."""
-    return book.written(lambda pg: read_fleet(pg.execute, host_id)[0])
+def fleet(book: Book, host_id: int) -> tuple[list[BookedDevice], Callable[[Visible | None], Sight]]:
+    """The devices of the host as the next admission would find them, offline where nobody is there to make one; and
+    what a holder sees of them, by what its mask names."""
+    return book.written(lambda pg: read_fleet(pg.execute, host_id))
 
 
 def read_fleet(
     execute: Callable[..., Any], host_id: int
 ) -> tuple[list[BookedDevice], Callable[[Visible | None], Sight]]:
-    """The same in a transaction that is open, and what a holder sees of them, by what its mask names."""
+    """The same in a transaction that is open."""
     rows = execute(_FLEET, (kernel.boot_id(), host_id)).fetchall()
     return [booked_device(host_id, row) for row in rows], sights(rows)
 

@@ -31,7 +31,7 @@ _CONNECT = {
     "prepare_threshold": None,  # behind a pooler the next statement meets another server process
     "hostaddr": "",  # a caller's PGHOSTADDR would send us elsewhere than the URL says
 }
-
+_ANY_SERVER = {"target_session_attrs": "any"}
 
 MAX_CONNECTIONS = 64
 """So many of a Book are in use at once."""
@@ -52,18 +52,18 @@ def _as_text(record: logging.LogRecord) -> bool:
 logging.getLogger("psycopg").addFilter(_as_text)
 
 
-def connect_engine(url: str, *, role: str, instance: str = "") -> Engine:
+def connect_engine(url: str, *, role: str, instance: str = "", writable: bool = True) -> Engine:
     """An engine for the book at `url`, in autocommit (transactions are begun where they are meant). Every connection
     is a new one, and it keeps none (`Connections` does).
 
-    `role` and `instance` name this process to the server (`application_name`). Raises ValueError for a URL that is not
-    PostgreSQL's.
+    `role` and `instance` name this process to the server (`application_name`). Without `writable` a server that takes
+    no writes, such as a standby, will do. Raises ValueError for a URL that is not PostgreSQL's.
     """
     name = f"jayrun:{role}:{instance}" if instance else f"jayrun:{role}"
     return create_engine(
         driver_url(url),
         isolation_level="AUTOCOMMIT",
-        connect_args={**_CONNECT, "application_name": name[:63]},
+        connect_args={**_CONNECT, **({} if writable else _ANY_SERVER), "application_name": name[:63]},
         poolclass=NullPool,
     )
 
@@ -98,7 +98,7 @@ def reaching(url: str) -> Iterator[None]:
 def unreachable(url: str, error: BaseException) -> BookUnreachable:
     return BookUnreachable(
         f"the book at {address(url)} cannot be reached: {_reason(error)}\n"
-        "start jayrun's own server with `jayrun db up`, or check JAYRUN_DATABASE_URL"
+        "start jayrun's own server with `jayrun db up`, or check JAYRUN_DATABASE_URL; `jayrun doctor` tells more"
     )
 
 

@@ -17,8 +17,9 @@ from jayrun.store.ids import new_id
 from jayrun.store.texts import plain
 
 _HELD_BY_DEAD = """
-SELECT x.lease_id::text, o.id, o.role, o.label, o.boot_id, o.pid_namespace, o.pid, o.start_ticks
+SELECT x.lease_id::text, o.id, o.role, o.id = e.holder_id, o.label, o.boot_id, o.pid_namespace, o.pid, o.start_ticks
 FROM jayrun.lease_holders x JOIN jayrun.holders o ON o.id = x.holder_id
+JOIN jayrun.leases l ON l.id = x.lease_id JOIN jayrun.executions e ON e.id = l.execution_id
 WHERE x.ended_at IS NULL AND x.lease_id IN (
     SELECT d.lease_id FROM jayrun.lease_holders d JOIN jayrun.holders c ON c.id = d.holder_id
     WHERE d.holder_id = ANY (%s::uuid[]) AND d.ended_at IS NULL AND c.role IN ('command', 'wrapper'))
@@ -42,8 +43,9 @@ SELECT %(lease_id)s, id FROM jayrun.holders WHERE {_IS_IT} ORDER BY id LIMIT 1 F
 
 
 def join_and_spare(pg: PgConnection[Any], dead: Sequence[UUID]) -> list[UUID]:
-    """Those of the `dead` holders that may end now. Where all holders of a wrapped command's lease are dead, the
-    processes that bear it in their environment have joined it by then.
+    """Those of the `dead` holders that may end now. Where all that hold a wrapped command's lease as its command are
+    dead, the processes that bear it in their environment have joined it by then. A Runtime inside counts for nothing
+    here: it lets go as it likes, and nobody would ask again for what it left running.
 
     Spared is a dead command whose wrapper lives: that one knows the exit code, and holds the lease meanwhile.
     Idempotent: a process is made a holder once, and joins a lease once.
@@ -53,15 +55,15 @@ def join_and_spare(pg: PgConnection[Any], dead: Sequence[UUID]) -> list[UUID]:
     spared: set[UUID] = set()
     heirless: dict[str, str] = {}  # the label by the lease
     for lease_id, rows in groupby(pg.execute(_HELD_BY_DEAD, (list(dead),)).fetchall(), key=lambda row: row[0]):
-        holders = [_Held(row[1], row[2], row[3], Incarnation(*row[4:])) for row in rows]
+        holders = [_Held(row[1], row[2], row[3], row[4], Incarnation(*row[5:])) for row in rows]
         # Asked again, since of two that die while two passes look, each pass may have found another one dead.
-        others = [held for held in holders if held.id not in dead]
+        others = [held for held in holders if held.id not in dead and held.role in ("command", "wrapper")]
         verdicts = kernel.verdicts([held.who for held in others])
         living = [held for held, verdict in zip(others, verdicts, strict=True) if verdict is not Verdict.DEAD]
         if not living:
             heirless[lease_id] = holders[0].label
         elif any(held.role == "wrapper" for held in living):
-            spared |= {held.id for held in holders if held.id in dead}
+            spared |= {held.id for held in holders if held.id in dead and held.is_asker}
     if heirless:
         for lease_id, heir in sorted(bearers(LEASE_VARIABLE, heirless), key=lambda found: found[0]):
             _join(pg, lease_id, heir, heirless[lease_id])
@@ -71,10 +73,11 @@ def join_and_spare(pg: PgConnection[Any], dead: Sequence[UUID]) -> list[UUID]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Who holds a lease."""
+    """Who holds a lease; `is_asker`: it is the command that the lease was granted to."""
 
     id: UUID
     role: str
+    is_asker: bool
     label: str
     who: Incarnation
 

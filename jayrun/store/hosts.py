@@ -67,7 +67,7 @@ FROM jayrun.hosts h, jayrun.settings s WHERE h.id = %(host_id)s
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A host as the book has it; `seen_at` only to tell whether it was seen again. `silent_seconds`: since the book is
     in reach."""
 
@@ -81,9 +81,16 @@ class _Entry:
     tick_seconds: float
 
 
+def entry_of(pg: PgConnection[Any], explicit_identity: str | None) -> Entry | None:
+    """What the book has of this host."""
+    facts = {"explicit": explicit_identity, "boot_id": kernel.boot_id(), "machine_id": kernel.machine_id()}
+    row = pg.execute(_FIND, facts).fetchone()
+    return None if row is None else Entry(*row)
+
+
 def find_own_host(book: Book, explicit_identity: str | None) -> int | None:
     """The key of this host, or None when the book does not know it; writes nothing."""
-    found = book.written(lambda pg: _find(pg, explicit_identity))
+    found = book.written(lambda pg: entry_of(pg, explicit_identity))
     return None if found is None else found.id
 
 
@@ -94,7 +101,7 @@ def attest_host(book: Book, explicit_identity: str | None) -> int:
     through another boot, this waits for that to have been silent for the book's `holder_ttl_seconds`: the machine has
     restarted. Raises `HostClash` when it speaks again: then two machines pass for one.
     """
-    other: _Entry | None = None
+    other: Entry | None = None
     while True:
         found = book.written(lambda pg: _attested(pg, explicit_identity))
         if isinstance(found, int):
@@ -130,10 +137,10 @@ def claim_look(book: Book, host_id: int, *, periods: int) -> tuple[bool, float]:
     return (False, 60.0) if row is None else (bool(row[0]), float(row[1]))
 
 
-def _attested(pg: PgConnection[Any], explicit_identity: str | None) -> int | _Entry | None:
+def _attested(pg: PgConnection[Any], explicit_identity: str | None) -> int | Entry | None:
     """The key of this host, or the entry that speaks through another boot; None: look again."""
     mine = kernel.boot_id()
-    found = _find(pg, explicit_identity)
+    found = entry_of(pg, explicit_identity)
     if found is None:
         pg.execute(_ADD, (explicit_identity or kernel.machine_id(), kernel.host_name(), mine))
         return None
@@ -145,12 +152,6 @@ def _attested(pg: PgConnection[Any], explicit_identity: str | None) -> int | _En
     see(pg, found.id)
     pg.execute(_RENAME, (kernel.host_name(), found.id, kernel.host_name()))
     return found.id
-
-
-def _find(pg: PgConnection[Any], explicit_identity: str | None) -> _Entry | None:
-    facts = {"explicit": explicit_identity, "boot_id": kernel.boot_id(), "machine_id": kernel.machine_id()}
-    row = pg.execute(_FIND, facts).fetchone()
-    return None if row is None else _Entry(*row)
 
 
 @cache

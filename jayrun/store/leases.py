@@ -63,6 +63,9 @@ SELECT EXISTS (SELECT FROM jayrun.lease_shares s JOIN jayrun.devices d ON d.id =
 """
 
 _LEASE = "SELECT id, epoch, execution_id, position, jayrun.shares_of(id) FROM jayrun.leases WHERE id = %s"
+_FIND = """
+SELECT id, epoch, execution_id, position, jayrun.shares_of(id) FROM jayrun.leases WHERE id = %s AND host_id = %s
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,12 @@ def anybody_waits(book: Book, host_id: int) -> bool:
 def anything_to_fold(book: Book, host_id: int) -> bool:
     """Whether leases ended on the host whose capacity no admission has seen yet."""
     return bool(book.value(_ANYTHING_TO_FOLD, (host_id,)))
+
+
+def find(book: Book, host_id: int, lease_id: UUID) -> Lease | None:
+    """The lease `lease_id` of this host, live or ended."""
+    row = book.written(lambda pg: pg.execute(_FIND, (lease_id, host_id)).fetchone())
+    return None if row is None else read_row(row)
 
 
 def read_lease(gate: Gate, lease_id: UUID) -> Lease:

@@ -68,7 +68,7 @@ class Listener:
         with suppress(psycopg.Error, DBAPIError):
             connection = self._connections.new()
             try:
-                if not _is_pooled(connection) or self._hears(connection):
+                if not is_pooled(connection) or self._hears(connection):
                     connection.execute(self._listen)
                     self._connection, self._renew_at, self._retry_at = connection, now + RENEW_SECONDS, 0.0
             finally:
@@ -109,15 +109,9 @@ class Listener:
         """Whether a notification gets through the pooler: one is sent, by another connection. The names are not
         listened to before that, for what a pooler's connection listens to stays with it."""
         global _deafness_was_said
-        token = str(new_id())
-        connection.execute(f'LISTEN "{_ECHO}"')
         with self._connections.one() as other:
-            other.execute("SELECT pg_notify(%s, %s)", (_ECHO, token))
-        with closing(connection.notifies(timeout=_ECHO_SECONDS)) as heard:  # it locks the connection
-            echoed = any(each.payload == token for each in heard)
-        if echoed:
-            connection.execute(f'UNLISTEN "{_ECHO}"')
-            return True
+            if echoes(connection, other):
+                return True
         self._connections.deaf_until = time.monotonic() + _DEAF_SECONDS
         if not _deafness_was_said:
             _deafness_was_said = True
@@ -135,7 +129,19 @@ class Listener:
         self.close()
 
 
-def _is_pooled(connection: PgConnection[Any]) -> bool:
+def echoes(connection: PgConnection[Any], other: PgConnection[Any]) -> bool:
+    """Whether `connection` hears a notification that `other` sends."""
+    token = str(new_id())
+    connection.execute(f'LISTEN "{_ECHO}"')
+    other.execute("SELECT pg_notify(%s, %s)", (_ECHO, token))
+    with closing(connection.notifies(timeout=_ECHO_SECONDS)) as heard:  # it locks the connection
+        echoed = any(each.payload == token for each in heard)
+    if echoed:
+        connection.execute(f'UNLISTEN "{_ECHO}"')
+    return echoed
+
+
+def is_pooled(connection: PgConnection[Any]) -> bool:
     """Whether somebody else than the server answered when this connection was made: a pooler gives the client a number
     of its own invention."""
     row = connection.execute("SELECT pg_backend_pid()").fetchone()

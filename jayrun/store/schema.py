@@ -18,17 +18,22 @@ REVISION = "0001"
 
 # On a server of jayrun's own every other user of the host is `jayrun_worker`. The rights stop accidents, not malice:
 # history cannot be deleted or rewritten by anybody, settings and schema belong to the owner.
-_GRANT = """
+RIGHTS = {
+    "INSERT, UPDATE": (
+        *("hosts", "devices", "device_links", "holders", "executions"),
+        *("leases", "lease_shares", "lease_holders", "quarantines"),
+    ),
+    "INSERT, UPDATE, DELETE": ("device_observations", "lease_observations", "process_observations"),
+    "INSERT": ("placement_requests", "lease_events"),
+    "UPDATE": ("gate",),
+}
+"""What a program must be allowed to do with the tables, beside looking at all of them."""
+_GRANT = f"""
 DO $$ BEGIN
     IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'jayrun_worker') AND to_regclass('jayrun.gate') IS NOT NULL THEN
         GRANT USAGE ON SCHEMA jayrun, jayrun_audit TO jayrun_worker;
         GRANT SELECT ON ALL TABLES IN SCHEMA jayrun, jayrun_audit TO jayrun_worker;
-        GRANT INSERT, UPDATE ON jayrun.hosts, jayrun.devices, jayrun.device_links, jayrun.holders, jayrun.executions,
-            jayrun.leases, jayrun.lease_shares, jayrun.lease_holders, jayrun.quarantines TO jayrun_worker;
-        GRANT INSERT, UPDATE, DELETE ON jayrun.device_observations, jayrun.lease_observations,
-            jayrun.process_observations TO jayrun_worker;
-        GRANT INSERT ON jayrun.placement_requests, jayrun.lease_events TO jayrun_worker;
-        GRANT UPDATE ON jayrun.gate TO jayrun_worker;
+        {" ".join(f"GRANT {r} ON {', '.join(f'jayrun.{t}' for t in ts)} TO jayrun_worker;" for r, ts in RIGHTS.items())}
         GRANT USAGE ON ALL SEQUENCES IN SCHEMA jayrun TO jayrun_worker;
     END IF;
 END $$
@@ -68,16 +73,21 @@ def current_revision(connection: Connection) -> str | None:
 
 def check_revision(connection: Connection) -> None:
     """Raise `SchemaMismatch`, saying what to run, unless the book has exactly `REVISION`."""
-    found = current_revision(connection)
+    if (told := mismatch(current_revision(connection))) is not None:
+        what, remedy = told
+        raise SchemaMismatch(f"{what}: {remedy}")
+
+
+def mismatch(found: str | None) -> tuple[str, str] | None:
+    """What is wrong with a book of the revision `found` (None: there is none), and what to do; None: nothing is."""
     if found == REVISION:
-        return
+        return None
     if found is None:
-        raise SchemaMismatch("this database has no jayrun book yet: run `jayrun db upgrade`")
+        return "this database has no jayrun book yet", "run `jayrun db upgrade`"
     if found in known_revisions():
-        raise SchemaMismatch(f"the book has schema {found}, this jayrun needs {REVISION}: run `jayrun db upgrade`")
-    raise SchemaMismatch(
-        f"the book has schema {found}, which is newer than this jayrun ({REVISION}): install the newer jayrun-leases"
-    )
+        return f"the book has schema {found}, this jayrun needs {REVISION}", "run `jayrun db upgrade`"
+    newer = f"the book has schema {found}, which is newer than this jayrun ({REVISION})"
+    return newer, "install the newer jayrun-leases"
 
 
 def create_if_missing(url: str) -> None:

@@ -38,7 +38,7 @@ def test_a_group_alone_shows_its_help(jayrun: Jayrun, group: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     "command",
     [
-        *("devices declare", "devices drain", "leases show", "queue", "why", "can", "reconciler", "demo"),
+        *("devices declare", "devices drain", "leases show", "queue", "why", "can", "reconciler", "doctor", "demo"),
         *("devices list", "leases list", "holders list", "holders end", "hosts list", "hosts forget"),
         *("devices discover", "devices reserve", "devices ignore", "audit", "settings list", "settings set"),
     ],
@@ -61,7 +61,7 @@ def test_the_commands_come_in_the_order_one_gets_to_know_them(jayrun: Jayrun) ->
     commands = jayrun("--help").out.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in commands] == [
         *("run", "can", "devices", "leases", "queue", "why", "executions", "worker", "holders", "hosts"),
-        *("audit", "settings", "db", "reconciler", "demo"),
+        *("audit", "settings", "db", "reconciler", "doctor", "demo"),
     ]
 
 

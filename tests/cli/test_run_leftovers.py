@@ -351,25 +351,24 @@ def test_a_cleared_environment_is_no_heir(url: str, book: Book, host_id: int) ->
         assert reclaimed(book, host_id)
 
 
-def test_what_runs_in_a_nested_run_bears_the_inner_lease(url: str, book: Book, host_id: int) -> None:
+def test_what_runs_in_a_nested_run_keeps_the_lease_around_it(url: str, book: Book, host_id: int) -> None:
     inner = f"{shlex.join([sys.executable, '-c', JAYRUN])} run --memory-gb 1 -- setsid sleep 1000"
     with started(url, "--memory-gb", "1", "--", "sh", "-c", f"{inner} & echo $!; echo $$; exec sleep 1000") as outer:
         wrapper, command = int(read_line(outer)), int(read_line(outer))
-        until(lambda: len(audit.leases(book)) == 2)
-        outer_lease, inner_lease = audit.leases(book)
-        until(lambda: len(bearing(inner_lease["id"])) == 1)
-        [sleeper] = bearing(inner_lease["id"])
+        until(lambda: audit.leases(book)[0]["holders"] == 4)
+        [lease] = audit.leases(book)
+        [sleeper] = set(holders_of(book, lease["id"])) - {command, outer.pid, wrapper}
         outer.kill()
         outer.wait(PATIENCE)
         os.kill(command, signal.SIGKILL)
         until(lambda: not lives(command))
         reconciler.run_pass(book, host_id)
-        assert holders_of(book, outer_lease["id"]) == [wrapper]
+        assert sorted(holders_of(book, lease["id"])) == sorted([wrapper, sleeper])
+        assert [row["failure"]["type"] for row in audit.executions(book)] == ["ProcessDied"]
         os.kill(wrapper, signal.SIGKILL)
         until(lambda: not lives(wrapper))
         reconciler.run_pass(book, host_id)
-        assert [lease["id"] for lease in audit.leases(book)] == [inner_lease["id"]]
-        assert holders_of(book, inner_lease["id"]) == [sleeper]
+        assert holders_of(book, lease["id"]) == [sleeper]
         os.kill(sleeper, signal.SIGKILL)
         until(lambda: reclaimed(book, host_id))
     nothing_left(book, host_id)

@@ -160,8 +160,10 @@ def test_slices(run: Run, sliced: int, inherited: str | None, arguments: str, ex
 def test_one_slice_after_the_other_is_given_out_of_a_mask(run: Run, url: str, book: Book, sliced: int) -> None:
     script = f"{sys.executable} -c {shlex.quote(JAYRUN)} run --no-wait -- env"
     code, inner, err = run("--device-id", "0", command=("sh", "-c", script), CUDA_VISIBLE_DEVICES="MIG-2,MIG-3")
-    assert (code, inner) == (124, {}), err  # the command sees its own slice alone, and that is taken
-    assert run(CUDA_VISIBLE_DEVICES="MIG-2,MIG-3")[1] == cuda("MIG-2")
+    assert (code, inner) == (0, cuda("MIG-2")), err  # inside, what is asked for is of the command's own slice
+    beside = f"env -u JAYRUN_LEASE CUDA_VISIBLE_DEVICES=MIG-2,MIG-3 {script}"
+    code, other, err = run("--device-id", "0", command=("sh", "-c", beside), CUDA_VISIBLE_DEVICES="MIG-2,MIG-3")
+    assert (code, other) == (0, cuda("MIG-3")), err
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_a_command_inside_sees_only_what_the_outer_one_was_given(run: Run, named
     inner = f"{sys.executable} -c {shlex.quote(JAYRUN)} run --memory-gb 2 --gpus 1-4 -- env"
     outer = ("--memory-gb", "2", "--gpus", "2")
     code, told, err = run(*outer, command=("sh", "-c", inner), CUDA_VISIBLE_DEVICES="3,1,0")
-    assert (code, told, err) == (0, cuda("GPU-a000,GPU-b000"), "")
+    assert (code, told) == (0, cuda("GPU-a000,GPU-b000")), err
     inner = inner.replace("--gpus 1-4", "--device-id 1")
     assert run(*outer, command=("sh", "-c", inner), CUDA_VISIBLE_DEVICES="3,1")[1] == cuda("GPU-d000")
 
