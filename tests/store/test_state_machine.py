@@ -498,7 +498,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def devices_and_processes_are_the_same(self) -> None:
-        assert devices.fleet(self.book, self.host_id) == self.model.fleet()
+        assert devices.fleet(self.book, self.host_id)[0] == self.model.fleet()
         same(
             self.sql.execute("SELECT id, state = 'ended', silent FROM jayrun.holders").fetchall(),
             [(each.id, each.ended, each.silent) for each in self.model.processes.values()],
