@@ -197,7 +197,7 @@ def test_timeouts_cancelled_futures_and_ctrl_c_leave_nothing(inside: Inside) -> 
 
     def press_ctrl_c() -> None:
         waits(runtime)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # who waits there must wake
 
     presser = threading.Thread(target=press_ctrl_c)
     presser.start()
