@@ -150,6 +150,7 @@ def reserve(
         reserve_bytes = gigabytes_to_bytes(gb, "--gb")
 
     def change(book: Book, host_id: int) -> None:
+        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
         for number in numbers:
             booked.set_reserve(book, host_id, kind=device, host_index=number, reserve_bytes=reserve_bytes)
         admission.combine(book, host_id)
@@ -266,9 +267,12 @@ def ignore(
         raise typer.BadParameter("--command and --no-commands exclude each other")
     with checked_arguments():
         below_bytes = None if below_gb is None else gigabytes_to_bytes(below_gb, "--below-gb")
+        if command and "" in command:
+            raise ValueError("--command must name a program, but is empty")
     names = [] if no_commands else command
 
     def change(book: Book, host_id: int) -> None:
+        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
         for number in numbers:
             booked.ignore(book, host_id, kind=device, host_index=number, below_bytes=below_bytes, commands=names)
 
@@ -284,6 +288,7 @@ def remove(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_jso
     """
 
     def change(book: Book, host_id: int) -> None:
+        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
         for number in numbers:
             booked.remove(book, host_id, kind=device, host_index=number)
             admission.combine(book, host_id)
@@ -295,6 +300,7 @@ def _set_state(
     numbers: list[int], device: str, state: DeviceState, *, host: str | None, as_json: bool, verb: str
 ) -> None:
     def change(book: Book, host_id: int) -> None:
+        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
         for number in numbers:
             booked.set_state(book, host_id, kind=device, host_index=number, state=state)
             admission.combine(book, host_id)

@@ -39,6 +39,8 @@ _LOST = {
     "brings it back, if anything does",
     16: "it needs a reset before it works again: `sudo nvidia-smi --gpu-reset`, or restart the machine",
 }
+_MOST_BYTES = 1 << 56  # what is more, such as a word full of ones, is no memory but an answer that is not there
+_MOST_PIDS = 1 << 31
 _LINKS = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "system"}
 
 
@@ -93,6 +95,7 @@ def _problem(error: Any) -> str:
 def _read(nvml: Any, *, processes: bool, links: bool) -> Reading:
     cards = _cards(nvml)
     seen: list[Seen] = []
+    uuids: set[str | None] = {None}
     slices: list[tuple[Seen, Any]] = []
     for index, (handle, problem) in enumerate(cards):
         if handle is None:
@@ -101,11 +104,17 @@ def _read(nvml: Any, *, processes: bool, links: bool) -> Reading:
         parts = list(_slices(nvml, handle))
         current, _ = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle) or (0, 0)
         card = _look(nvml, handle, Seen(index=index, is_split=bool(current or parts)), processes=processes)
+        if card.uuid in uuids:  # two cards of one key would be taken for one
+            card = replace(card, uuid=None)
+        uuids.add(card.uuid)
         seen.append(card)
-        slices += [(card, part) for part in parts]
-    for index, (card, part) in enumerate(slices, len(cards)):
-        bare = Seen(index=index, parent_uuid=card.uuid, pci_bus_id=card.pci_bus_id)
-        seen.append(_look(nvml, part, bare, processes=processes))
+        slices += [(card, part) for part in parts if card.uuid is not None]
+    for card, part in slices:  # a slice is known by its UUID alone, and by that of its card
+        bare = Seen(index=len(seen), parent_uuid=card.uuid, pci_bus_id=card.pci_bus_id)
+        found = _look(nvml, part, bare, processes=processes)
+        if found.uuid not in uuids:
+            uuids.add(found.uuid)
+            seen.append(found)
     whole = [(card.uuid, handle) for card, (handle, _) in zip(seen, cards, strict=False) if card.uuid]
     cuda = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     return Reading(
@@ -168,13 +177,17 @@ def _look(nvml: Any, handle: Any, bare: Seen, *, processes: bool) -> Seen:
     )
 
 
-def _memory(nvml: Any, handle: Any) -> tuple[int | None, int | None, int]:
+def _memory(nvml: Any, handle: Any) -> tuple[int | None, int | None, int | None]:
     """All, the driver's own, and what is used; an older driver counts its own as used."""
     info = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-    if info is not None:
-        return info.total or None, info.reserved, info.used
-    info = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return info.total or None, None, info.used
+    reserved = None if info is None else _bytes(info.reserved)
+    if info is None:
+        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return _bytes(info.total) or None, reserved, _bytes(info.used)
+
+
+def _bytes(told: int | None) -> int | None:
+    return None if told is None or told >= _MOST_BYTES else told
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[Process, ...]:
@@ -186,7 +199,9 @@ def _processes(nvml: Any, handle: Any) -> tuple[Process, ...]:
         (_ask(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or (), True),
     ):
         for each in listed:  # a process may stand in several lists, with the same memory
-            used = each.usedGpuMemory
+            if not 0 < each.pid < _MOST_PIDS:  # one that may not be told: its memory is used by nobody who is shown
+                continue
+            used = _bytes(each.usedGpuMemory)
             if (before := found.get(each.pid)) is not None:
                 used = max(used or 0, before.used_bytes or 0) or used
             drawn = graphics and (before is None or before.graphics)

@@ -181,7 +181,7 @@ def see(
     which gives it one MIG slice at most; without it, it chooses for another process among all that its mask names.
     """
     lists: dict[Backend, tuple[str, ...]] = {}
-    shown = shown if any(device.uuid for device in fleet) else ()
+    shown = _recognised(shown, fleet) if any(device.uuid for device in fleet) else ()
     cuda = _see_cuda(masks.get("CUDA_VISIBLE_DEVICES"), fleet, shown, one_slice=one_slice)
     if cuda is not None:
         lists[Backend.CUDA] = cuda
@@ -191,6 +191,23 @@ def see(
     if mask := masks.get("ZE_AFFINITY_MASK"):
         lists[Backend.XPU] = _read_affinity(mask, _booked_line(fleet, Device.GPU, Backend.XPU))
     return Numbering(tuple(fleet), lists, masks, tuple(shown))
+
+
+def _recognised(shown: Sequence[Named], fleet: Sequence[Named]) -> Sequence[Named]:
+    """`shown` with the UUIDs of cards that are lost and tell none: they are those of the book, where as many are shown
+    as it has, and the others in the same places. Who asks for one waits until it works again."""
+    booked = sorted((each for each in fleet if _is_card(each)), key=lambda each: each.host_index)
+    cards = [each for each in shown if _is_card(each)]
+    if len(cards) != len(booked) or any(
+        card.uuid not in (None, other.uuid) for card, other in zip(cards, booked, strict=True)
+    ):
+        return shown
+    known = {card.host_index: other.uuid for card, other in zip(cards, booked, strict=True)}
+    return [replace(each, uuid=known[each.host_index]) if _is_card(each) else each for each in shown]
+
+
+def _is_card(device: Named) -> bool:
+    return device.kind is Device.GPU and Backend.CUDA in device.backends and device.parent_uuid is None
 
 
 def _booked_line(fleet: Sequence[Named], kind: Device, backend: Backend) -> _Line:

@@ -30,6 +30,7 @@ from jayrun.errors import (
 )
 from jayrun.runtime import reconciler
 from jayrun.runtime.exported import DOCKER_VARIABLE, docker_flags, environment
+from jayrun.runtime.hardware import Lookout
 from jayrun.runtime.leftovers import Leftovers, OnExit, collect_orphans
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.paused import PausedChild
@@ -44,6 +45,7 @@ from jayrun.store.transactions import Book
 
 BEAT_SECONDS = 2.0
 _PATIENCE_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # for a look at the hardware that has begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ def run_command(
         with contextlib.suppress(BookError):  # then any pass of the host sees that the child is gone
             wrapped.leave()
         raise
+    finally:
+        wrapped.stop_looking()
     return wrapped.conclude()
 
 
@@ -129,6 +133,7 @@ class _Wrapped:
         self._leftovers = leftovers
         self._book = book
         self._impatient = book.with_patience(_PATIENCE_SECONDS)
+        self._lookout = Lookout(book.with_patience(0))
         self._outage = Outage(lambda line: say(f"jayrun: {line}"))
         self._holder = holder
         self._terms = terms
@@ -227,6 +232,7 @@ class _Wrapped:
                     # Perhaps nobody else is there to see that who holds is dead.
                     if reconciler.run_pass(book, self._holder.host_id).admitted:
                         continue
+                    self._lookout.tick(self._holder.host_id)
                     waiting(self._execution.id)
                 except BookUnreachable as error:  # the place in the queue is kept by the book
                     self._outage.began(error, "the place in the queue is kept")
@@ -249,7 +255,12 @@ class _Wrapped:
         """Until the command ends, showing life for it now and then; what the book misses meanwhile does no harm."""
         while not self._child.ended(BEAT_SECONDS):
             self._show_life()
+            self._lookout.tick(self._holder.host_id)
             collect_orphans(self._child)
+
+    def stop_looking(self) -> None:
+        """Look at the hardware no more, whatever the driver does."""
+        self._lookout.stop(_LOOK_SECONDS)
 
     def _show_life(self) -> None:
         try:

@@ -87,6 +87,14 @@ def add(book: Book, host_id: int, devices: Sequence[RuntimeDevice]) -> None:
     _write_devices(book, host_id, devices, _ADD)
 
 
+def check_known(book: Book, host_id: int, *, kind: str, host_indexes: Sequence[int]) -> None:
+    """Raises `UnknownDevice`, saying which exist, if the host has not all of these: before any of them is changed."""
+    rows = book.written(lambda pg: pg.execute(_EXISTING, (host_id,)).fetchall())
+    for host_index in host_indexes:
+        if (kind, host_index) not in rows:
+            raise _unknown(kind, host_index, rows)
+
+
 def remove(book: Book, host_id: int, *, kind: str, host_index: int) -> None:
     """Take a device out of the fleet; its history stays. Combine.
 
@@ -235,6 +243,11 @@ def ignore(
 def _find(gate: Gate, host_id: int, kind: str, host_index: int) -> int:
     for found in gate.execute(_FIND, (host_id, kind, host_index)):
         return int(found[0])
-    known = ", ".join(f"{each[0]} {each[1]}" for each in gate.execute(_EXISTING, (host_id,)))
+    unknown = _unknown(kind, host_index, gate.execute(_EXISTING, (host_id,)))
     gate.leave()
-    raise UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")
+    raise unknown
+
+
+def _unknown(kind: str, host_index: int, rows: Sequence[Any]) -> UnknownDevice:
+    known = ", ".join(f"{each[0]} {each[1]}" for each in rows)
+    return UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")

@@ -31,7 +31,7 @@ _NOT_SHOWN = "NVML does not show this device"
 _NOW = "SELECT clock_timestamp()"
 _SETTINGS = "SELECT idle_lease_seconds FROM jayrun.settings"
 _DEVICES = """
-SELECT d.id, d.kind, d.host_index, d.device_uuid, d.ignore_bytes, d.ignore_commands,
+SELECT d.id, d.kind, d.host_index, d.device_uuid, d.fault, d.ignore_bytes, d.ignore_commands,
        o.shows_processes AND o.observed_at > clock_timestamp() - make_interval(secs => 2 * b.look_seconds)
            AS is_well_seen
 FROM jayrun.settings b, jayrun.devices d LEFT JOIN jayrun.device_observations o ON o.device_id = d.id
@@ -135,7 +135,10 @@ def observe(book: Book, host_id: int, cards: Sequence[Card], *, since: datetime,
             is_broken = card is not None and card.problem is not None
             if not shows and not is_broken and device.is_well_seen:
                 continue
-            why = problem or _NOT_SHOWN if card is None else card.problem or (None if sees_pids else _NOT_OURS)
+            if card is None:
+                why = problem or device.fault or _NOT_SHOWN
+            else:
+                why = card.problem or (None if sees_pids else _NOT_OURS)
             _add(written, scene, device, card or Card(index=device.host_index), shows, why)
         return written
 

@@ -179,6 +179,39 @@ def test_a_reconciler_looks_by_itself(jayrun: Run, stub: Stub) -> None:
     assert jayrun("reconciler", "--once").err == "", "one look in look_seconds"
 
 
+def test_where_only_commands_run_a_lost_card_is_seen_and_waited_for(jayrun: Run, stub: Stub, url: str) -> None:
+    jayrun("devices", "discover")
+    jayrun("settings", "set", "look_seconds", "0.2")
+    environment = child_environment({"JAYRUN_DATABASE_URL": url, **stub.environment}, without=("JAYRUN_",))
+    run = [*COMMAND, "run", "--device-id", "1", "--memory-gb", "50", "--"]
+    with subprocess.Popen([*run, "cat"], env=environment, stdin=subprocess.PIPE) as first:
+        until(lambda: jayrun("leases", "list", "--json").json)
+        shown = machine(4)
+        shown.gpus[1].fails = {"*": LOST}
+        stub.show(shown)
+        until(lambda: any(row["fault"] for row in jayrun("devices", "list", "--json").json))
+    with subprocess.Popen([*run, "true"], env=environment) as waiting:
+        [asked] = until_some(lambda: jayrun("queue", "--json").json)
+        assert "gpu 1: offline: lost" in asked["reason"]
+        stub.show(machine(4))
+        assert waiting.wait() == 0
+    assert first.returncode == 0
+
+
+def test_one_of_several_numbers_that_is_wrong_changes_none(jayrun: Run) -> None:
+    jayrun("devices", "discover")
+    before = jayrun("devices", "list", "--json").json
+    for change in (("drain",), ("remove",), ("reserve", "--gb", "1"), ("ignore", "--below-gb", "1")):
+        told = jayrun("devices", *change, "0", "9")
+        assert (told.code, "no device gpu 9" in told.err) == (2, True)
+    assert jayrun("devices", "list", "--json").json == before
+
+
+def test_a_program_without_a_name_is_not_passed_over(jayrun: Run) -> None:
+    told = jayrun("devices", "ignore", "0", "--command", "")
+    assert (told.code, "--command must name a program" in told.err) == (2, True)
+
+
 def test_declaring_by_hand_names_every_backend(jayrun: Run, tmp_path: Path) -> None:
     file = tmp_path / "devices.toml"
     kinds = (("gpu", "rocm", 0), ("gpu", "xpu", 1), ("gpu", "mps", 2), ("tpu", "xla", 0))

@@ -128,6 +128,28 @@ def test_fields_fail_one_by_one(read: Read) -> None:
     assert (old.total_bytes, old.reserved_bytes, old.used_bytes) == (80 * GB, None, 3 * GB)
 
 
+def test_numbers_that_nothing_can_have_are_not_told(read: Read) -> None:
+    most = 2**64 - 1
+    shown = machine(2)
+    shown.gpus[0].total_bytes = shown.gpus[0].reserved_bytes = shown.gpus[0].used_bytes = most
+    shown.gpus[1].processes = [Running(2**32 - 1, GB), Running(0, GB), Running(7, 2**63)]
+    garbled, other = read(shown).devices
+    assert (garbled.total_bytes, garbled.reserved_bytes, garbled.used_bytes) == (None, None, None)
+    assert other.processes == (Process(pid=7, used_bytes=None, graphics=False),)
+
+
+def test_what_no_uuid_tells_apart_is_not_taken_for_another(read: Read) -> None:
+    shown = machine(4)
+    shown.gpus[1].uuid = uuid(0)
+    shown.gpus[2].slots, shown.gpus[3].slots = 7, 7
+    shown.gpus[2].slices = [Slice(0, "MIG-a"), Slice(1, "MIG-a"), Slice(2, ""), Slice(3, uuid(0)), Slice(4, "MIG-b")]
+    shown.gpus[3].uuid, shown.gpus[3].slices = None, [Slice(0, "MIG-c")]
+    seen = read(shown).devices
+    assert [each.uuid for each in seen] == [uuid(0), None, uuid(2), None, "MIG-a", "MIG-b"]
+    assert [each.index for each in seen] == list(range(6))
+    assert [each.is_split for each in seen][2:4] == [True, True]
+
+
 def test_mig_slices_are_devices_of_their_own_also_with_holes(read: Read) -> None:
     shown = machine(3)
     shown.gpus[1].slots = 7

@@ -158,9 +158,29 @@ def test_in_a_container_the_uuid_decides() -> None:
 
 
 def test_what_the_driver_shows_without_a_uuid_takes_a_number() -> None:
-    numbering = see({}, NAMED, (gpu(0), gpu(1, B), gpu(2, C)))
-    assert numbering.visible == {"cuda": ["unknown-0", B, C]}
+    numbering = see({}, NAMED, (gpu(0), gpu(1, C)))
+    assert numbering.visible == {"cuda": ["unknown-0", C]}
     assert numbering.ordinal(Device.GPU, Backend.CUDA, 0, A) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "visible"),
+    [
+        ((gpu(0), gpu(1, B), gpu(2, C)), None),
+        ((gpu(0), gpu(1), gpu(2)), None),
+        ((gpu(0, B), gpu(1), gpu(2, C)), [B, "unknown-1", C]),  # in other places, so nobody can tell
+        ((gpu(0, A), gpu(1), gpu(2, C), gpu(3)), [A, "unknown-1", C, "unknown-3"]),
+    ],
+)
+def test_a_lost_card_that_tells_nothing_is_the_one_that_is_missed(
+    shown: tuple[Named, ...], visible: list[str] | None
+) -> None:
+    assert cuda(None, NAMED, shown=shown) == visible
+
+
+def test_a_mask_may_name_a_lost_card() -> None:
+    assert cuda("1", NAMED, shown=(gpu(0, A), gpu(1), gpu(2, C))) == [B]
+    assert cuda(B, NAMED, shown=(gpu(0, A), gpu(1), gpu(2, C))) == [B]
 
 
 def test_what_the_book_leases_only_in_part_keeps_its_numbers() -> None:

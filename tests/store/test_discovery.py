@@ -201,6 +201,17 @@ def test_one_look_also_observes(book: Book, here: Scene, shown: gpus.Machine) ->
     assert {row["device_id"]: row["used_bytes"] for row in audit.audit(book)}[2] == 7 * GB
 
 
+def test_the_audit_tells_the_fault_of_a_device_that_tells_nothing(
+    book: Book, sql: Sql, here: Scene, shown: gpus.Machine
+) -> None:
+    sql.execute("UPDATE jayrun.settings SET look_seconds = 0.001")  # what was seen before is old
+    shown.gpus[1].fails = {"*": LOST}
+    look(here)
+    details = [(row["finding"], row["detail"]) for row in audit.audit(book)]
+    assert [finding for finding, _ in details] == ["ok", "unreadable", "ok", "ok"]
+    assert details[1][1].startswith("lost: it has fallen off the bus")
+
+
 def test_one_process_looks_for_all_of_its_host(book: Book, sql: Sql, here: Scene) -> None:
     assert hosts.claim_look(book, here.host_id, periods=1) == (True, 30)
     is_due, seconds = hosts.claim_look(book, here.host_id, periods=1)
