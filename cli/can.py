@@ -7,12 +7,18 @@ from typing import assert_never
 
 import typer
 
-from jayrun.domain.devices import Backend
+from jayrun import kernel
+from jayrun.domain.devices import Backend, Share
 from jayrun.domain.explanation import outlook_text
-from jayrun.domain.why import Later, Never, Now
+from jayrun.domain.requests import Request
+from jayrun.domain.why import Later, Never, Now, Outlook
+from jayrun.errors import PlacementImpossible
+from jayrun.runtime.numbering import look, typed
+from jayrun.runtime.within import surrounding
 from jayrun.settings import Settings
 from jayrun.store import devices, holders
 from jayrun.store.explain import forecast
+from jayrun.store.transactions import Book
 
 from .book import open_book
 from .exits import IMPOSSIBLE, TIMED_OUT, checked_arguments
@@ -44,7 +50,10 @@ def can(
     host: HostName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether GPUs would be granted now; writes nothing.
+    """Say whether `jayrun run` would be given GPUs now; writes nothing.
+
+    As there, CUDA_VISIBLE_DEVICES and its like limit what is given, and inside another `jayrun run` (JAYRUN_LEASE) it
+    is given of that one's lease. With --host neither counts.
 
     Exit code: 0 now, with the devices; 4 not before leases have ended, with the fewest of them and who holds them; 3
     never, with the numbers of each device.
@@ -55,8 +64,11 @@ def can(
     settings = Settings.load()
     with closing(open_book(settings)) as book:
         own = holders.find_own_host(book, settings.host_id)
-        host_id = own if host is None else devices.find_host(book, host)
-        outlook = forecast(book, host_id, request, priority=priority, judged=host_id == own)
+        if host is None and own is not None:
+            request, outlook = _here(book, own, request, priority, settings)
+        else:
+            host_id = None if host is None else devices.find_host(book, host)
+            outlook = forecast(book, host_id, request, priority=priority, judged=host_id == own)
     if as_json:
         typer.echo(to_json({"asks": request.describe(), **outlook_row(outlook)}))
     else:
@@ -70,3 +82,19 @@ def can(
             raise typer.Exit(IMPOSSIBLE)
         case _:
             assert_never(outlook)
+
+
+def _here(book: Book, host_id: int, request: Request, priority: int, settings: Settings) -> tuple[Request, Outlook]:
+    """What a command of this shell may expect, and the request with the number of its device on the host."""
+    numbering = look(devices.names(book, host_id), settings.masks, one_slice=False)
+    with checked_arguments():
+        request = typed(request, numbering)
+    around = surrounding(book, host_id, settings.lease, numbering.visible)
+    if around is None:
+        return request, forecast(book, host_id, request, priority=priority, judged=True, visible=numbering.visible)
+    try:
+        shares = around.choose(request)
+    except PlacementImpossible as error:
+        return request, Never(str(error))
+    plan = (tuple(Share(each.device_key, each.host_index, each.memory_bytes, each.exclusive) for each in shares),)
+    return request, Now(host_id, kernel.host_name(), plan)

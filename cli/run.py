@@ -86,7 +86,7 @@ def run(
     not reachable, 121 other); 126 and 127 when the command cannot be executed.
     """
     from jayrun.runtime.command import Terms, run_command
-    from jayrun.runtime.numbering import look
+    from jayrun.runtime.numbering import look, typed
     from jayrun.runtime.order import misread_order
     from jayrun.runtime.paused import CannotExecute, PausedChild
     from jayrun.runtime.within import surrounding
@@ -108,8 +108,7 @@ def run(
             say(f"jayrun: {told}")
         numbering = look(devices.names(book, host_id), settings.masks, one_slice=False)
         try:
-            if request.backend in numbering.lists:  # else the number that a person types is the host's
-                request = numbering.booked(request)
+            request = typed(request, numbering)
         except ValueError as error:
             raise _failure(error, USAGE) from None
         terms = Terms(

@@ -9,6 +9,7 @@ from jayrun.devices import nvml
 from jayrun.devices.visible import Numbering, see
 from jayrun.domain.devices import Backend
 from jayrun.domain.names import Named
+from jayrun.domain.requests import Request
 
 log = logging.getLogger("jayrun")
 
@@ -33,6 +34,12 @@ def look(fleet: Sequence[Named], masks: Mapping[str, str], *, one_slice: bool = 
                 numbering.told(backend),
             )
     return numbering
+
+
+def typed(request: Request, numbering: Numbering) -> Request:
+    """A request that a person typed in a shell that sees devices by `numbering`: `device_id` counts within the mask;
+    without one it is the number on the host. Raises ValueError as `Numbering.booked`."""
+    return numbering.booked(request) if request.backend in numbering.lists else request
 
 
 def _has_cuda_uuid(device: Named) -> bool:

@@ -71,9 +71,10 @@ LEFT JOIN (SELECT device_id, sum(memory_bytes)::bigint AS bytes, count(*) AS sha
 WHERE d.host_id = %s AND d.removed_at IS NULL ORDER BY d.kind, d.host_index
 """
 
+# A card that was removed from the book is still in the machine, and counts there.
 _NAMES = """
 SELECT host_index, device_uuid, parent_uuid, kind, backends FROM jayrun.devices
-WHERE host_id = %s AND removed_at IS NULL AND (parent_uuid IS NULL OR fault IS NULL) ORDER BY kind, host_index
+WHERE host_id = %s AND (parent_uuid IS NULL OR (removed_at IS NULL AND fault IS NULL)) ORDER BY kind, host_index
 """
 
 

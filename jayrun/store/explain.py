@@ -108,11 +108,19 @@ def explain(book: Book, execution_id: UUID) -> Explanation:
     return book.read(unit)
 
 
-def forecast(book: Book, host_id: int | None, request: Request, *, priority: int = 0, judged: bool = False) -> Outlook:
+def forecast(
+    book: Book,
+    host_id: int | None,
+    request: Request,
+    *,
+    priority: int = 0,
+    judged: bool = False,
+    visible: Visible | None = None,
+) -> Outlook:
     """What `request` may expect on the host as the last in line of its priority.
 
     `host_id` None is a host that the book does not know. `judged`: it is this very host, so the kernel tells which of
-    its processes are dead; they count for nothing.
+    its processes are dead; they count for nothing. `visible`: what a mask names to who asks, as of a holder.
     """
 
     def unit(connection: Connection) -> Outlook:
@@ -120,13 +128,15 @@ def forecast(book: Book, host_id: int | None, request: Request, *, priority: int
         bypass_limit, everything = _picture(connection, dead=dead)
         unknown = HostPicture(id=0, name=kernel.host_name(), devices=())
         host = next((each for each in everything if each.id == host_id), unknown)
+        _, sights = read_fleet(connection.exec_driver_sql, host.id)
+        requests = asked_by([request], sights(visible))
         ask = Waiter(
             id=new_id(),
             priority=priority,
             age=1 + max((queued.waiter.age for queued in host.waiters), default=0),
             hosts=(host.id,),
-            requests=(request,),
-            recorded=(request,),
+            requests=requests,
+            recorded=requests,
             shape="",
         )
         return look_ahead(ask, [host], bypass_limit)

@@ -506,3 +506,25 @@ def test_who_may_only_read_is_answered_all_the_same(
         monkeypatch.undo()
         sql.execute("DROP OWNED BY onlooker")
         sql.execute("DROP ROLE onlooker")
+
+
+def test_can_answers_for_what_this_shell_sees(jayrun: Jayrun, room: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert jayrun("can", "--memory-gb", "1", "--json").json["shares"][0]["device_id"] == 1
+    assert jayrun("can", "--device-id", "0", "--memory-gb", "1", "--json").json["shares"][0]["device_id"] == 1
+    told = jayrun("can", "--gpus", "2")
+    assert (told.code, "not visible" in told.out) == (3, True), told.out
+    assert jayrun("can", "--device-id", "1").code == 2
+    assert jayrun("can", "--gpus", "2", "--host", kernel.host_name()).code == 0
+
+
+def test_can_answers_inside_a_lease_for_that_lease(
+    jayrun: Jayrun, room: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = room.granted(cuda(20, device_id=1))
+    monkeypatch.setenv("JAYRUN_LEASE", str(lease.id))
+    told = jayrun("can", "--memory-gb", "20", "--json")
+    assert (told.code, told.json["answer"]) == (0, "now")
+    assert told.json["shares"] == [{"device_id": 1, "memory_bytes": 20 * 10**9, "exclusive": False}]
+    told = jayrun("can", "--memory-gb", "21")
+    assert (told.code, "inside `jayrun run`" in told.out) == (3, True), told.out
