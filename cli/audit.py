@@ -43,12 +43,12 @@ COLUMNS = (
 
 def audit(
     fail_on: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="WORDS",
             help=f"Exit with 1 when one of these is found, several with commas: {', '.join(Finding)}.",
         ),
-    ] = "",
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show who uses what of each device, leased or not.
@@ -56,7 +56,7 @@ def audit(
     Sets the book against what the driver tells. Looks at this host now; other hosts are shown as they were last looked
     at. A row is a lease on a device, a process that uses one without a lease, or a device that could not be read.
     """
-    wanted = _findings(fail_on)
+    wanted = set() if fail_on is None else _findings(fail_on)
     settings = Settings.load()
     with closing(open_judged(settings)) as book:
         with suppress(BookDenied, BookBusy):  # then what there is is shown, with its age
@@ -75,7 +75,7 @@ def audit(
 
 def _findings(words: str) -> set[Finding]:
     found = set()
-    for word in filter(None, (each.strip() for each in words.split(","))):
+    for word in (each.strip() for each in words.split(",")):
         if word not in set(Finding):
             raise typer.BadParameter(f"--fail-on must be of {', '.join(Finding)}, but names {word!r}")
         found.add(Finding(word))

@@ -50,9 +50,9 @@ def can(
     host: HostName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether `jayrun run` would be given GPUs now; writes nothing.
+    """Say whether `jayrun run` would be given GPUs now.
 
-    As there, CUDA_VISIBLE_DEVICES and its like limit what is given, and inside another `jayrun run` (JAYRUN_LEASE) it
+    Takes and writes nothing. As there, CUDA_VISIBLE_DEVICES and its like limit what is given, and inside another `jayrun run` (JAYRUN_LEASE) it
     is given of that one's lease. With --host neither counts.
 
     Exit code: 0 now, with the devices; 4 not before leases have ended, with the fewest of them and who holds them; 3

@@ -53,7 +53,21 @@ DISCOVERED = {
 }
 
 Kind = Annotated[Literal["gpu", "tpu"], typer.Option("--device", help="The kind of the devices.")]
-Numbers = Annotated[list[int], typer.Argument(metavar="DEVICE_ID...", help="Numbers of devices on their host.")]
+Numbers = Annotated[
+    list[str], typer.Argument(metavar="DEVICE_ID...", help="Numbers of devices on their host; also as 0-3 and 0,2.")
+]
+
+
+def _numbers(texts: list[str]) -> list[int]:
+    """The numbers that `3`, `0-2` and `0,2` name, each once."""
+    found: list[int] = []
+    for part in (part for text in texts for part in text.split(",")):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < first + MOST_SIMULATED:
+            raise typer.BadParameter(f"DEVICE_ID must be a number as 3, or several as 0-2 and 0,2, but is {part!r}")
+        found += range(first, last + 1)
+    return list(dict.fromkeys(found))
 
 
 def _withheld(row: Row) -> str:
@@ -62,7 +76,7 @@ def _withheld(row: Row) -> str:
 
 @devices.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """List every declared device of every host.
+    """List every device of every host.
 
     Its state, its memory, and what could be leased of it now.
     """
@@ -81,7 +95,8 @@ def discover(
     """Enter the NVIDIA GPUs of this host as the driver shows them.
 
     Adds those that the book does not have, MIG slices too, and marks what does not work. Leases stay, and so does a
-    declared capacity. From then on programs on this host look again by themselves.
+    declared capacity. From then on programs on this host look again by themselves. Exit code 1 when the driver cannot
+    be asked.
     """
     seen, rows = _look(Settings.load(), dry_run=dry_run)
     reading, outcome = seen.reading, seen.outcome
@@ -95,7 +110,7 @@ def discover(
         for note in outcome.notes:
             typer.echo(f"note: {note}", err=True)
     if reading.problem is not None:
-        typer.echo(f"error: {reading.problem}", err=True)
+        typer.echo(f"error: {reading.problem}. Other devices are declared: `jayrun devices declare --help`", err=True)
         raise typer.Exit(FAILED)
 
 
@@ -148,15 +163,14 @@ def reserve(
     """
     with checked_arguments():
         reserve_bytes = gigabytes_to_bytes(gb, "--gb")
+    chosen = _numbers(numbers)
 
     def change(book: Book, host_id: int) -> None:
-        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
-        for number in numbers:
-            booked.set_reserve(book, host_id, kind=device, host_index=number, reserve_bytes=reserve_bytes)
+        booked.set_reserve(book, host_id, kind=device, host_indexes=chosen, reserve_bytes=reserve_bytes)
         admission.combine(book, host_id)
 
-    only = {(str(device), number) for number in numbers}
-    done = f"{format_bytes(reserve_bytes)} of {device} {ranges(numbers)} are left to others"
+    only = {(str(device), number) for number in chosen}
+    done = f"{format_bytes(reserve_bytes)} of {device} {ranges(chosen)} are left to others"
     _change(change, host=host, as_json=as_json, done=done, only=only)
 
 
@@ -270,42 +284,41 @@ def ignore(
         if command and "" in command:
             raise ValueError("--command must name a program, but is empty")
     names = [] if no_commands else command
+    chosen = _numbers(numbers)
 
     def change(book: Book, host_id: int) -> None:
-        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
-        for number in numbers:
-            booked.ignore(book, host_id, kind=device, host_index=number, below_bytes=below_bytes, commands=names)
+        booked.ignore(book, host_id, kind=device, host_indexes=chosen, below_bytes=below_bytes, commands=names)
 
-    only = {(str(device), number) for number in numbers}
-    _change(change, host=host, as_json=as_json, done=f"the audit of {device} {ranges(numbers)} is changed", only=only)
+    only = {(str(device), number) for number in chosen}
+    _change(change, host=host, as_json=as_json, done=f"the audit of {device} {ranges(chosen)} is changed", only=only)
 
 
 @devices.command()
 def remove(numbers: Numbers, device: Kind = "gpu", host: HostName = None, as_json: AsJson = False) -> None:
     """Take devices that carry no leases out of the book.
 
-    Their history stays.
+    All of them or none; their history stays.
     """
+    chosen = _numbers(numbers)
 
     def change(book: Book, host_id: int) -> None:
-        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
-        for number in numbers:
-            booked.remove(book, host_id, kind=device, host_index=number)
-            admission.combine(book, host_id)
+        booked.remove(book, host_id, kind=device, host_indexes=chosen)
+        admission.combine(book, host_id)
 
-    _change(change, host=host, as_json=as_json, done=f"removed {device} {ranges(numbers)}")
+    _change(change, host=host, as_json=as_json, done=f"removed {device} {ranges(chosen)}")
 
 
 def _set_state(
-    numbers: list[int], device: str, state: DeviceState, *, host: str | None, as_json: bool, verb: str
+    numbers: list[str], device: str, state: DeviceState, *, host: str | None, as_json: bool, verb: str
 ) -> None:
-    def change(book: Book, host_id: int) -> None:
-        booked.check_known(book, host_id, kind=device, host_indexes=numbers)
-        for number in numbers:
-            booked.set_state(book, host_id, kind=device, host_index=number, state=state)
-            admission.combine(book, host_id)
+    chosen = _numbers(numbers)
 
-    _change(change, host=host, as_json=as_json, done=f"{verb} {device} {ranges(numbers)}")
+    def change(book: Book, host_id: int) -> None:
+        booked.set_state(book, host_id, kind=device, host_indexes=chosen, state=state)
+        admission.combine(book, host_id)
+
+    only = {(str(device), number) for number in chosen}
+    _change(change, host=host, as_json=as_json, done=f"{verb} {device} {ranges(chosen)}", only=only)
 
 
 def _change(

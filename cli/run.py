@@ -183,9 +183,8 @@ class _Progress:
         behind = [row for row in queue if row["host_id"] == mine["host_id"]]
         held = [_held(row) for row in audit.leases(self._book) if self._is_in_the_way(row, mine)]
         shown = held[:5] + ([f"and {len(held) - 5} more"] if len(held) > 5 else [])
-        text = f"jayrun: waiting for {mine['asks']}, place {mine['position']} of {len(behind)}; held: " + (
-            "; ".join(shown) or "nothing"
-        )
+        waits_for = f"held: {'; '.join(shown)}" if shown else str(mine["reason"])
+        text = f"jayrun: waiting for {mine['asks']}, place {mine['position']} of {len(behind)}; {waits_for}"
         if text != self._said:
             say(text)
             self._said = text

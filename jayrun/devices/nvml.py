@@ -22,7 +22,6 @@ from jayrun.domain.hardware import Link, Process, Reading, Seen
 T = TypeVar("T")
 
 _LIBRARY = "libnvidia-ml.so.1"
-_BY_HAND = "Devices can be declared by hand meanwhile: `jayrun devices declare --help`"
 # By NVML's error codes: why nothing is seen at all, and what to do.
 _PROBLEMS = {
     4: "this user may not talk to the NVIDIA driver: look at the permissions of /dev/nvidiactl and /dev/nvidia*, and "
@@ -52,7 +51,7 @@ def read(*, processes: bool = True, links: bool = True) -> Reading:
     try:
         nvml = _binding()
     except ImportError as error:
-        return Reading(problem=f"the package nvidia-ml-py is not usable ({error}): install it. {_BY_HAND}")
+        return Reading(problem=f"the package nvidia-ml-py is not usable ({error}): install it")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -88,8 +87,7 @@ def _binding() -> Any:
 
 
 def _problem(error: Any) -> str:
-    words = _PROBLEMS.get(error.value, f"the NVIDIA driver does not answer ({error}): see whether `nvidia-smi` does")
-    return f"{words}. {_BY_HAND}"
+    return _PROBLEMS.get(error.value, f"the NVIDIA driver does not answer ({error}): see whether `nvidia-smi` does")
 
 
 def _read(nvml: Any, *, processes: bool, links: bool) -> Reading:

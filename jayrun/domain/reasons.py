@@ -25,7 +25,8 @@ def why_impossible(
     Several requests are all named; when one of them already fails alone (`fits_alone`), the numbers are told for it.
     """
     if not devices:
-        remedy = "no device is declared on this host; `jayrun devices declare` does that"
+        adds = "`jayrun devices discover` finds NVIDIA GPUs, `jayrun devices declare` adds others"
+        remedy = f"this host has no devices in the book; {adds}"
         return f"{_names(requests)} can never be placed: {remedy}"
     culprit = next((request for request in requests if not fits_alone(request)), None)
     if culprit is None:

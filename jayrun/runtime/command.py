@@ -176,7 +176,10 @@ class _Wrapped:
                 self._wait_for_turn(waiting)
             case Unavailable():
                 asks = self._terms.request.describe()
-                raise PlacementTimeout(f"{asks} is not available now, and it was told not to wait")
+                raise PlacementTimeout(
+                    f"{asks} is not available now, and it was told not to wait; "
+                    "`jayrun can` with the same options says why"
+                )
             case Impossible(reason):
                 raise PlacementImpossible(reason)
             case Ended(state):

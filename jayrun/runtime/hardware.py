@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jayrun import kernel
 from jayrun.devices import nvml, pci
@@ -36,7 +36,11 @@ class Look:
 
 def read() -> tuple[Reading, View]:
     """What the driver shows, and how much of the machine this process sees."""
-    return nvml.read(), pci.view(sees_the_host=kernel.sees_the_drivers_pids())
+    reading, view = nvml.read(), pci.view(sees_the_host=kernel.sees_the_drivers_pids())
+    if reading.problem is not None and view.drivers == {} and not nvml.is_installed():
+        why = "there is no NVIDIA GPU on the PCI bus of this machine, and no driver (libnvidia-ml.so.1 is not found)"
+        reading = replace(reading, problem=why)
+    return reading, view
 
 
 def look(book: Book, host_id: int, *, adds: bool = False) -> Look:

@@ -88,58 +88,45 @@ def add(book: Book, host_id: int, devices: Sequence[RuntimeDevice]) -> None:
     _write_devices(book, host_id, devices, _ADD)
 
 
-def check_known(book: Book, host_id: int, *, kind: str, host_indexes: Sequence[int]) -> None:
-    """Raises `UnknownDevice`, saying which exist, if the host has not all of these: before any of them is changed."""
-    rows = book.written(lambda pg: pg.execute(_EXISTING, (host_id,)).fetchall())
-    for host_index in host_indexes:
-        if (kind, host_index) not in rows:
-            raise _unknown(kind, host_index, rows)
+def remove(book: Book, host_id: int, *, kind: str, host_indexes: Sequence[int]) -> None:
+    """Take devices out of the fleet, all or none; their history stays. Combine.
 
-
-def remove(book: Book, host_id: int, *, kind: str, host_index: int) -> None:
-    """Take a device out of the fleet; its history stays. Combine.
-
-    Raises `UnknownDevice`, saying which exist, and `DeviceInUse` while it carries leases.
+    Raises `UnknownDevice`, saying which exist, and `DeviceInUse` while one carries leases.
     """
 
-    def unit(gate: Gate) -> None:
-        device_id = _find(gate, host_id, kind, host_index)
+    def change(gate: Gate, host_index: int, device_id: int) -> None:
         gate.execute(_FOLD, (device_id,))
         [(_, leases)] = gate.execute(_FIND, (host_id, kind, host_index))
         if leases:
-            gate.leave()
+            gate.undo()
             raise DeviceInUse(
                 f"device {kind} {host_index} still carries {leases} lease(s): "
                 f"`jayrun devices drain {host_index}`, and remove it when `jayrun leases list` shows none on it"
             )
         gate.execute(_REMOVE, (device_id,))
-        gate.commit()
 
-    book.gated(unit)
+    _change_each(book, host_id, kind, host_indexes, change)
 
 
-def set_state(book: Book, host_id: int, *, kind: str, host_index: int, state: DeviceState) -> None:
-    """Put a device online, let it drain, or take it offline; leases stay. Combine. Raises `UnknownDevice`."""
+def set_state(book: Book, host_id: int, *, kind: str, host_indexes: Sequence[int], state: DeviceState) -> None:
+    """Put devices online, let them drain, or take them offline; leases stay. Combine. Raises `UnknownDevice`."""
 
-    def unit(gate: Gate) -> None:
-        device_id = _find(gate, host_id, kind, host_index)
+    def change(gate: Gate, host_index: int, device_id: int) -> None:
         gate.execute(_SET_STATE, (state.value, device_id))
-        gate.commit()
 
-    book.gated(unit)
+    _change_each(book, host_id, kind, host_indexes, change)
 
 
-def set_reserve(book: Book, host_id: int, *, kind: str, host_index: int, reserve_bytes: int) -> None:
-    """Leave so much of what the driver reports to others; leases stay. Combine.
+def set_reserve(book: Book, host_id: int, *, kind: str, host_indexes: Sequence[int], reserve_bytes: int) -> None:
+    """Leave so much of what the driver reports of each to others; leases stay. Combine.
 
     Raises `UnknownDevice`, and `NothingReserved` where the capacity is a person's word, or nothing would be left.
     """
 
-    def unit(gate: Gate) -> None:
-        device_id = _find(gate, host_id, kind, host_index)
+    def change(gate: Gate, host_index: int, device_id: int) -> None:
         [(declared, usable)] = gate.execute(_RESERVES, (device_id,))
         if declared or reserve_bytes >= usable:
-            gate.leave()
+            gate.undo()
             raise NothingReserved(
                 f"the memory of device {kind} {host_index} is declared, and nothing is taken from it: declare less "
                 f"(`jayrun devices declare --device-id {host_index} --memory-gb GB`)"
@@ -148,9 +135,8 @@ def set_reserve(book: Book, host_id: int, *, kind: str, host_index: int, reserve
                 f"reserve leave nothing of it: `jayrun devices drain {host_index}` gives it to nobody"
             )
         gate.execute(_RESERVE, (reserve_bytes, reserve_bytes, device_id))
-        gate.commit()
 
-    book.gated(unit)
+    _change_each(book, host_id, kind, host_indexes, change)
 
 
 def find_host(book: Book, name: str) -> int:
@@ -224,18 +210,31 @@ def ignore(
     host_id: int,
     *,
     kind: str,
-    host_index: int,
+    host_indexes: Sequence[int],
     below_bytes: int | None = None,
     commands: Sequence[str] | None = None,
 ) -> None:
-    """What the audit passes over on a device: so many bytes, and processes of these names; None stays as it is.
+    """What the audit passes over on devices: so many bytes, and processes of these names; None stays as it is.
 
     Raises `UnknownDevice`, saying which exist.
     """
 
+    names = None if commands is None else list(map(plain, commands))
+
+    def change(gate: Gate, host_index: int, device_id: int) -> None:
+        gate.execute(_IGNORE, (below_bytes, names, device_id))
+
+    _change_each(book, host_id, kind, host_indexes, change)
+
+
+def _change_each(
+    book: Book, host_id: int, kind: str, host_indexes: Sequence[int], change: Callable[[Gate, int, int], None]
+) -> None:
+    """`change(gate, host_index, device_id)` for each of them, all or none."""
+
     def unit(gate: Gate) -> None:
-        device_id = _find(gate, host_id, kind, host_index)
-        gate.execute(_IGNORE, (below_bytes, None if commands is None else list(map(plain, commands)), device_id))
+        for host_index in dict.fromkeys(host_indexes):
+            change(gate, host_index, _find(gate, host_id, kind, host_index))
         gate.commit()
 
     book.gated(unit)
@@ -244,11 +243,6 @@ def ignore(
 def _find(gate: Gate, host_id: int, kind: str, host_index: int) -> int:
     for found in gate.execute(_FIND, (host_id, kind, host_index)):
         return int(found[0])
-    unknown = _unknown(kind, host_index, gate.execute(_EXISTING, (host_id,)))
-    gate.leave()
-    raise unknown
-
-
-def _unknown(kind: str, host_index: int, rows: Sequence[Any]) -> UnknownDevice:
-    known = ", ".join(f"{each[0]} {each[1]}" for each in rows)
-    return UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")
+    known = ", ".join(f"{each[0]} {each[1]}" for each in gate.execute(_EXISTING, (host_id,)))
+    gate.undo()
+    raise UnknownDevice(f"no device {kind} {host_index} on this host; there are: {known or 'none'}")

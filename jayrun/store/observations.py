@@ -27,11 +27,12 @@ _NOT_OURS = (
     "look from the host, or from a container with --pid=host"
 )
 _NOT_SHOWN = "NVML does not show this device"
+_DECLARED = "it is declared by hand, and no driver here tells who uses it"
 
 _NOW = "SELECT clock_timestamp()"
 _SETTINGS = "SELECT idle_lease_seconds FROM jayrun.settings"
 _DEVICES = """
-SELECT d.id, d.kind, d.host_index, d.device_uuid, d.fault, d.ignore_bytes, d.ignore_commands,
+SELECT d.id, d.kind, d.host_index, d.device_uuid, d.declared, d.fault, d.ignore_bytes, d.ignore_commands,
        o.shows_processes AND o.observed_at > clock_timestamp() - make_interval(secs => 2 * b.look_seconds)
            AS is_well_seen
 FROM jayrun.settings b, jayrun.devices d LEFT JOIN jayrun.device_observations o ON o.device_id = d.id
@@ -136,7 +137,8 @@ def observe(book: Book, host_id: int, cards: Sequence[Card], *, since: datetime,
             if not shows and not is_broken and device.is_well_seen:
                 continue
             if card is None:
-                why = problem or device.fault or _NOT_SHOWN
+                is_found = device.device_uuid is not None or not device.declared
+                why = (problem or device.fault or _NOT_SHOWN) if is_found else _DECLARED
             else:
                 why = card.problem or (None if sees_pids else _NOT_OURS)
             _add(written, scene, device, card or Card(index=device.host_index), shows, why)

@@ -103,6 +103,11 @@ class Gate:
         self._cursor.execute(f"{self._opening}COMMIT")
         self.left = True
 
+    def undo(self) -> None:
+        """Let the gate go with nothing written at all."""
+        self._cursor.execute("ROLLBACK")
+        self.left = True
+
 
 class Book:
     """The database of one URL: an engine, and the three ways in. Connects at first use; safe to share among threads."""

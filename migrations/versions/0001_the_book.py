@@ -1453,6 +1453,8 @@ CROSS JOIN LATERAL (
     SELECT coalesce(o.finding, 'unreadable'), o.used_bytes, NULL, NULL, NULL, NULL, NULL,
            coalesce(o.detail, 'nobody has looked at it yet'), NULL
     WHERE coalesce(o.finding, 'unreadable') = 'unreadable'
+      AND NOT EXISTS (SELECT FROM jayrun.lease_observations y JOIN jayrun.leases l ON l.id = y.lease_id
+                      WHERE y.device_id = d.id AND l.ended_at IS NULL AND y.detail = o.detail)
        OR NOT EXISTS (SELECT FROM jayrun.lease_observations y JOIN jayrun.leases l ON l.id = y.lease_id
                       WHERE y.device_id = d.id AND l.ended_at IS NULL)
       AND NOT EXISTS (SELECT FROM jayrun.process_observations z WHERE z.device_id = d.id AND z.finding IS NOT NULL)) x

@@ -98,6 +98,7 @@ def test_every_finding_with_its_numbers(
     assert "uses 2 GB without a lease" in told.out
     told = jayrun("audit", "--fail-on", "orphan,idle-lease,unreadable")
     assert (told.code, told.err) == (0, "")
+    assert jayrun("audit", "--fail-on", "").code == 2
     told = jayrun("audit", "--fail-on", "squater")
     assert told.code == 2
     assert "squater" in told.err
@@ -162,4 +163,5 @@ def test_without_a_driver_nothing_is_made_up(
     told = jayrun("audit", "--json", "--fail-on", "unreadable")
     assert told.code == 1
     assert {row["finding"] for row in told.json} == {"unreadable"}
-    assert "libnvidia-ml" in told.json[0]["detail"]
+    assert [row["device_id"] for row in told.json] == [0, 1], "each once, with and without a lease"
+    assert {row["detail"] for row in told.json} == {"it is declared by hand, and no driver here tells who uses it"}

@@ -122,7 +122,7 @@ def test_without_a_driver_no_server_is_started(tmp_path: Path) -> None:
         [*COMMAND, "devices", "discover"], env=child_environment(home), check=False, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "declared by hand" in done.stderr
+    assert "`jayrun devices declare --help`" in done.stderr
     assert not (tmp_path / "home").exists()
 
 
@@ -229,3 +229,19 @@ def test_declaring_by_hand_names_every_backend(jayrun: Run, tmp_path: Path) -> N
         ("gpu", 0, ["rocm"]), ("gpu", 1, ["xpu"]), ("gpu", 2, ["mps"]), ("tpu", 0, ["xla"]),
     ]  # fmt: skip
     assert [row["device_id"] for row in listed if row["device_uuid"]] == [3, 4, 5, 6]
+
+
+def test_several_devices_are_changed_together_or_not_at_all(jayrun: Run, hold: Callable[..., Holder]) -> None:
+    jayrun("devices", "declare", "--simulate", "4x24GB")
+    hold("train", 24).wait_until_held()  # number 0
+    told = jayrun("devices", "remove", "3", "0")
+    assert (told.code, "device gpu 0 still carries 1 lease" in told.err) == (1, True), told.err
+    assert [row["state"] for row in jayrun("devices", "list", "--json").json] == ["online"] * 4
+    told = jayrun("devices", "drain", "1-2,3", "2", "--json")
+    assert [(row["device_id"], row["state"]) for row in told.json] == [(number, "draining") for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("numbers", ["2-1", "x", "-1", "1,", "0-", "0-99999999"])
+def test_what_is_no_number_of_a_device_is_told_by_what_is(jayrun: Run, numbers: str) -> None:
+    told = jayrun("devices", "drain", "--", numbers)
+    assert (told.code, f"several as 0-2 and 0,2, but is {numbers.rpartition(',')[2]!r}" in told.err) == (2, True)

@@ -463,12 +463,12 @@ def test_other_hosts_and_unknown_ones(
     assert jayrun("can", "--memory-gb", "1", "--host", "test-host").code == 0
     told = jayrun("can", "--memory-gb", "1", "--host", "far-away")
     assert told.code == 3
-    assert "no device is declared on this host" in told.out
+    assert "this host has no devices in the book" in told.out
     assert jayrun("can", "--memory-gb", "1", "--host", "nowhere").code == 2
     monkeypatch.setenv("JAYRUN_HOST_ID", "not in the book")
     told = jayrun("can", "--memory-gb", "1")
     assert told.code == 3
-    assert "no device is declared on this host" in told.out
+    assert "this host has no devices in the book" in told.out
     assert sql.execute("SELECT count(*) FROM jayrun.hosts").fetchone() == (2,)
 
 

@@ -210,7 +210,7 @@ def test_beside_gpus_of_another_vendor_each_counts_its_own(run: Run, book: Book,
     assert run("--device-id", "3", "--backend", "rocm")[1]["ROCR_VISIBLE_DEVICES"] == "1"
     assert run("--device-id", "3")[0] == 123
     for index in (0, 1):  # they stay in the machine, each for its own vendor
-        devices.remove(book, host_id, kind="gpu", host_index=index)
+        devices.remove(book, host_id, kind="gpu", host_indexes=[index])
     assert run("--device-id", "2")[1] == cuda("1")
     assert run("--device-id", "3", "--backend", "rocm")[1]["ROCR_VISIBLE_DEVICES"] == "1"
 

@@ -282,8 +282,8 @@ def test_a_host_without_devices_can_never_serve() -> None:
     verdict = judge([one(GB)], [])
     assert isinstance(verdict, Impossible)
     assert (
-        verdict.reason == "cuda(memory_gb=1) can never be placed: no device is declared on this host; "
-        "`jayrun devices declare` does that"
+        verdict.reason == "cuda(memory_gb=1) can never be placed: this host has no devices in the book; "
+        "`jayrun devices discover` finds NVIDIA GPUs, `jayrun devices declare` adds others"
     )
 
 

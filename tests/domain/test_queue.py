@@ -207,7 +207,7 @@ def test_impossible_only_when_impossible_on_every_candidate_host() -> None:
     assert granted(admission) == [0]
     assert {key.int for key in admission.impossible} == {1, 3, 6}
     assert "gpu 0: 80 B" in admission.impossible[UUID(int=1)]
-    assert "no device is declared" in admission.impossible[UUID(int=3)]
+    assert "this host has no devices" in admission.impossible[UUID(int=3)]
 
 
 def test_equal_shapes_are_told_apart_by_the_sequence_they_are_judged_by() -> None:

@@ -257,7 +257,8 @@ def test_what_each_device_lacks_and_whose_end_would_admit(name: str) -> None:
 
 def test_zero_devices_are_never() -> None:
     outlook = look_ahead(waiter(ME, one(GB)), [host([])], LIMIT)
-    remedy = "no device is declared on this host; `jayrun devices declare` does that"
+    finds = "`jayrun devices discover` finds NVIDIA GPUs, `jayrun devices declare` adds others"
+    remedy = f"this host has no devices in the book; {finds}"
     assert outlook == Never(f"cuda(memory_gb=1) can never be placed: {remedy}")
 
 

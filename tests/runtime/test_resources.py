@@ -348,7 +348,7 @@ def test_devices_are_added_and_brought_back_but_never_altered(
 ) -> None:
     make_runtime(devices=gpus(2))
     host_id = holders.attest_host(book, None)
-    devices.remove(book, host_id, kind="gpu", host_index=1)
+    devices.remove(book, host_id, kind="gpu", host_indexes=[1])
     make_runtime(devices=gpus(2, 80))
     assert [row["capacity_bytes"] for row in audit.capacity(book)] == [24 * 10**9, 80 * 10**9]
     assert "gpu 0 is declared with 24 GB already; the 80 GB given here are ignored" in caplog.text

@@ -336,11 +336,11 @@ def test_adding_resizing_draining_and_removing_devices_judge_every_waiter(book: 
     [live] = [row for row in audit.leases(book) if row["id"] == lease.id]
     assert live["memory_bytes"] == 24 * 10**9
     waiter, _ = stage.reserve(cuda(16))
-    devices.set_state(book, stage.host_id, kind="gpu", host_index=0, state=DeviceState.DRAINING)
+    devices.set_state(book, stage.host_id, kind="gpu", host_indexes=[0], state=DeviceState.DRAINING)
     leases.release(book, stage.host_id, stage.holder.id, [(lease.id, lease.epoch)])
     admission.combine(book, stage.host_id)
     assert state_of(sql, waiter) == "waiting"  # draining is unavailable, not impossible
-    devices.set_state(book, stage.host_id, kind="gpu", host_index=0, state=DeviceState.ONLINE)
+    devices.set_state(book, stage.host_id, kind="gpu", host_indexes=[0], state=DeviceState.ONLINE)
     admission.combine(book, stage.host_id)
     assert state_of(sql, waiter) == "admitted"
 

@@ -83,7 +83,7 @@ def fill_alone(stage: Scene, sql: psycopg.Connection) -> None:
 
 
 def drain(stage: Scene, sql: psycopg.Connection) -> None:
-    devices.set_state(stage.book, stage.host_id, kind="gpu", host_index=0, state=DeviceState.DRAINING)
+    devices.set_state(stage.book, stage.host_id, kind="gpu", host_indexes=[0], state=DeviceState.DRAINING)
 
 
 def shrink(stage: Scene, sql: psycopg.Connection) -> None:
@@ -91,7 +91,7 @@ def shrink(stage: Scene, sql: psycopg.Connection) -> None:
 
 
 def remove(stage: Scene, sql: psycopg.Connection) -> None:
-    devices.remove(stage.book, stage.host_id, kind="gpu", host_index=0)
+    devices.remove(stage.book, stage.host_id, kind="gpu", host_indexes=[0])
 
 
 @pytest.mark.parametrize("steady", [False, True], ids=["looked at", "steady"])

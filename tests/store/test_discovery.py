@@ -176,8 +176,8 @@ def test_slices_take_the_place_of_their_card_and_give_it_back(book: Book, here: 
 
 
 def test_what_a_person_said_stays_said(book: Book, here: Scene, shown: gpus.Machine) -> None:
-    devices.set_state(book, here.host_id, kind="gpu", host_index=0, state=DeviceState.DRAINING)
-    devices.remove(book, here.host_id, kind="gpu", host_index=1)
+    devices.set_state(book, here.host_id, kind="gpu", host_indexes=[0], state=DeviceState.DRAINING)
+    devices.remove(book, here.host_id, kind="gpu", host_indexes=[1])
     shown.gpus[0].fails = {"*": LOST}
     look(here)
     shown.gpus[0].fails = {}
@@ -262,7 +262,7 @@ def test_a_lookout_marks_by_itself_and_never_waits_for_the_driver(
 
 def test_a_reserve_is_left_to_others(book: Book, here: Scene, shown: gpus.Machine) -> None:
     def reserve(gigabytes: int) -> None:
-        devices.set_reserve(book, here.host_id, kind="gpu", host_index=0, reserve_bytes=gigabytes * GB)
+        devices.set_reserve(book, here.host_id, kind="gpu", host_indexes=[0], reserve_bytes=gigabytes * GB)
 
     reserve(9)
     assert rows(book)[0][3] == 70 * GB

@@ -156,10 +156,10 @@ def test_a_desktop_is_passed_over(book: Book, host_id: int, stray: Stray) -> Non
     desktop, small = stray("Xorg"), stray()
     observe(book, host_id, card((desktop, 2), (small, 0.3)))
     assert [row[:2] for row in found(book)] == sorted([("ok", desktop), ("ok", small)], key=lambda row: row[1])
-    devices.ignore(book, host_id, kind="gpu", host_index=0, below_bytes=GB // 5)
+    devices.ignore(book, host_id, kind="gpu", host_indexes=[0], below_bytes=GB // 5)
     observe(book, host_id, card((desktop, 2), (small, 0.3)))
     assert {(row[0], row[1]) for row in found(book)} == {("ok", desktop), ("squatter", small)}
-    devices.ignore(book, host_id, kind="gpu", host_index=0, commands=["stray"])
+    devices.ignore(book, host_id, kind="gpu", host_indexes=[0], commands=["stray"])
     observe(book, host_id, card((desktop, 2), (small, 0.3)))
     assert {(row[0], row[1]) for row in found(book)} == {("squatter", desktop), ("ok", small)}
 
@@ -265,6 +265,10 @@ def test_what_cannot_be_read_is_told_and_is_not_zero(
     assert "uses an unknown amount without a lease" in {row["detail"] for row in audit.audit(book)}
     observe(book, host_id, Card(index=0, used_bytes=3 * GB, problem="it is lost"))
     assert {(row["finding"], row["detail"]) for row in audit.audit(book)} == {("unreadable", "it is lost")}
+    observe(book, host_id, problem="the driver is not loaded")
+    by_hand = "it is declared by hand, and no driver here tells who uses it"
+    assert {row["detail"] for row in audit.audit(book)} == {by_hand}
+    sql.execute("UPDATE jayrun.devices SET device_uuid = 'GPU-1'")
     observe(book, host_id, problem="the driver is not loaded")
     assert {row["detail"] for row in audit.audit(book)} == {"the driver is not loaded"}
     observe(book, host_id)

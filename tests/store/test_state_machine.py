@@ -381,7 +381,7 @@ class BookMachine(RuleBasedStateMachine):
         if self.model.devices:
             index = self.pick(sorted(self.model.devices))
             state = self.draw(st.sampled_from([*DeviceState, *[DeviceState.ONLINE] * 3]))
-            devices.set_state(self.book, self.host_id, kind="gpu", host_index=index, state=state)
+            devices.set_state(self.book, self.host_id, kind="gpu", host_indexes=[index], state=state)
             self.model.set_state(index, state)
             self._combine()
 
@@ -392,9 +392,9 @@ class BookMachine(RuleBasedStateMachine):
         [device] = [each for each in self.model.fleet() if each.host_index == index]
         if device.share_count:
             with pytest.raises(DeviceInUse):
-                devices.remove(self.book, self.host_id, kind="gpu", host_index=index)
+                devices.remove(self.book, self.host_id, kind="gpu", host_indexes=[index])
             return
-        devices.remove(self.book, self.host_id, kind="gpu", host_index=index)
+        devices.remove(self.book, self.host_id, kind="gpu", host_indexes=[index])
         del self.model.devices[index]
         self._combine()
 
