@@ -52,8 +52,8 @@ def can(
 ) -> None:
     """Say whether `jayrun run` would be given GPUs now.
 
-    Takes and writes nothing. As there, CUDA_VISIBLE_DEVICES and its like limit what is given, and inside another `jayrun run` (JAYRUN_LEASE) it
-    is given of that one's lease. With --host neither counts.
+    Takes and writes nothing. As there, CUDA_VISIBLE_DEVICES and its like limit what is given, and inside another
+    `jayrun run` (JAYRUN_LEASE) it is given of that one's lease. With --host neither counts.
 
     Exit code: 0 now, with the devices; 4 not before leases have ended, with the fewest of them and who holds them; 3
     never, with the numbers of each device.

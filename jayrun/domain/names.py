@@ -22,6 +22,7 @@ class Named:
     kind: Device = Device.GPU
     backends: frozenset[Backend] = frozenset({Backend.CUDA})
     is_split: bool = False
+    is_at_fault: bool = False
 
     @property
     def name(self) -> str:

@@ -14,12 +14,17 @@ from jayrun.domain.requests import Request
 log = logging.getLogger("jayrun")
 
 
-def look(fleet: Sequence[Named], masks: Mapping[str, str], *, one_slice: bool = True) -> Numbering:
+def look(
+    fleet: Sequence[Named], masks: Mapping[str, str], *, one_slice: bool = True, shown: Sequence[Named] = ()
+) -> Numbering:
     """What `masks` leave of the `fleet`, the devices that the book has on this host, and of what the driver shows here.
 
     The driver is asked only where the book knows UUIDs by which its answer could be told. `one_slice` as in `see`.
+    `shown` is what it showed before, for a process that counts by that for good: then it is not asked.
     """
-    numbering = see(masks, fleet, _shown() if any(_has_cuda_uuid(each) for each in fleet) else (), one_slice=one_slice)
+    if not shown and any(_has_cuda_uuid(each) for each in fleet):
+        shown = _shown()
+    numbering = see(masks, fleet, shown, one_slice=one_slice)
     for backend, names in numbering.lists.items():
         mine = [device for device in fleet if backend in device.backends]
         if (

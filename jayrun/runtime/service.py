@@ -35,7 +35,7 @@ from jayrun.runtime import reconciler
 from jayrun.runtime.hardware import Lookout
 from jayrun.runtime.holds import Hold, Message, Outbox, Release, Undo, Withdraw
 from jayrun.runtime.numbering import look
-from jayrun.runtime.order import keep_pci_order
+from jayrun.runtime.order import cuda_is_initialised, keep_pci_order
 from jayrun.runtime.outage import Outage
 from jayrun.runtime.presence import Presence
 from jayrun.runtime.resources import Resources
@@ -207,10 +207,14 @@ class Service:
         return self.outbox.numbering
 
     def look_again(self, book: Book) -> None:
-        """See what the masks mean now, if the book knows other devices than before."""
+        """See what the masks mean now, if the book knows other devices than before, or one has failed or is back.
+
+        Once CUDA is initialised it counts for good what the driver showed then.
+        """
         fleet = devices.names(book, self.host_id)
         if fleet != list(self.numbering.fleet):
-            self.outbox.numbering = look(fleet, self.masks)
+            shown = self.numbering.shown if cuda_is_initialised() else ()
+            self.outbox.numbering = look(fleet, self.masks, shown=shown)
             holders.tell_visible(book, self.holder, self.numbering.visible)
 
     def _look_again_aside(self) -> None:

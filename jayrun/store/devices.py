@@ -73,7 +73,7 @@ WHERE d.host_id = %s AND d.removed_at IS NULL ORDER BY d.kind, d.host_index
 
 # A card that was removed from the book is still in the machine, and counts there.
 _NAMES = """
-SELECT host_index, device_uuid, parent_uuid, kind, backends FROM jayrun.devices
+SELECT host_index, device_uuid, parent_uuid, kind, backends, fault IS NOT NULL FROM jayrun.devices
 WHERE host_id = %s AND (parent_uuid IS NULL OR (removed_at IS NULL AND fault IS NULL)) ORDER BY kind, host_index
 """
 
@@ -177,8 +177,9 @@ def names(book: Book, host_id: int) -> list[Named]:
             parent_uuid=parent,
             kind=Device(kind),
             backends=frozenset(map(Backend, backends)),
+            is_at_fault=is_at_fault,
         )
-        for index, uuid, parent, kind, backends in rows
+        for index, uuid, parent, kind, backends, is_at_fault in rows
     ]
 
 
