@@ -110,6 +110,8 @@ class Numbering:
         names = self._list(kind, backend)
         if names is None:
             return self._line(kind, backend).ordinal_of(host_index)
+        if uuid is None:  # perhaps it has become known since the lease was granted
+            uuid = next((each.uuid for each in self.fleet if (each.kind, each.host_index) == (kind, host_index)), None)
         return next((ordinal for ordinal, name in enumerate(names) if name in (uuid, str(host_index))), None)
 
     def host_index(self, kind: Device, backend: Backend, ordinal: int) -> int:
@@ -145,10 +147,7 @@ class Numbering:
         """A request of the book with the number of this process again; the host's, where this process cannot see it."""
         if request.device_id is None:
             return request
-        uuids = (
-            each.uuid for each in self.fleet if (each.kind, each.host_index) == (request.device, request.device_id)
-        )
-        ordinal = self.ordinal(request.device, request.backend, request.device_id, next(uuids, None))
+        ordinal = self.ordinal(request.device, request.backend, request.device_id, None)
         return request if ordinal is None else replace(request, device_id=ordinal)
 
     def index(self, kind: Device, backend: Backend, host_index: int, uuid: str | None) -> int:

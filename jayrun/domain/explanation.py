@@ -168,7 +168,7 @@ def _host_text(terms: HostTerms, requests: Sequence[Request]) -> Iterator[str]:
             for held in each.leases:
                 yield f"    {_amount(held, each.device)} for {format_seconds(held.age_seconds)}: {held}"
     if terms.fits:
-        yield "  there is room, but no worker is left to take it"
+        yield "  there is room, but no idle worker sees enough of it"
         return
     for request, takers in zip(requests, terms.takers, strict=True):
         if request.min_devices > takers > 0:

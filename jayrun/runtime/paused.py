@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from jayrun import kernel
+from jayrun.runtime.exported import DOCKER_VARIABLE
 from jayrun.settings import child_environment
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
@@ -121,7 +122,8 @@ def _execute_when_told(
         with os.fdopen(go_reader, "rb") as go:
             told = go.read()
         if told:
-            os.execvpe(command[0], command, child_environment(json.loads(told)))
+            # Flags that it inherited from a command around it are for other devices.
+            os.execvpe(command[0], command, child_environment(json.loads(told), without=(DOCKER_VARIABLE,)))
     except OSError as error:
         os.write(failed_writer, str(errno.ENOENT if _is_unknown(command[0]) else error.errno).encode())
     finally:

@@ -220,7 +220,10 @@ class Within:
             hold = self._hold
             if hold is None or hold.lost is not None:
                 failure = {"type": "LeaseLost", "message": str(self._around.ended() if hold is None else hold.lost)}
-                ended = [unit_id for unit_id in waiting if self._units.pop(unit_id, None) is not None]
+                ended = {unit_id: unit for unit_id in waiting if (unit := self._units.pop(unit_id, None)) is not None}
+                for unit in ended.values():
+                    for lease in () if unit.claimed is None else unit.claimed.leases:
+                        self._outbox.give_back(lease)
                 return {each: News(each, ExecutionState.FAILED, failure) for each in ended}
             self._admit(hold)
             claimed: dict[UUID, Claimed | News] = {}

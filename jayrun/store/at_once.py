@@ -16,7 +16,7 @@ from psycopg import Connection as PgConnection
 from jayrun import probes
 from jayrun.domain.devices import BookedDevice
 from jayrun.domain.planner import plan
-from jayrun.domain.visible import EVERYTHING, Sight, asked_by
+from jayrun.domain.visible import EVERYTHING, Sight, Visible, asked_by
 from jayrun.store.asks import Ask, Execution, introduce
 from jayrun.store.changes import Changes
 from jayrun.store.leases import Lease, leased
@@ -41,6 +41,7 @@ class View:
     text: str = ""
     devices: tuple[BookedDevice, ...] = ()
     uuids: tuple[tuple[int, str | None], ...] = ()
+    visible: Visible | None = None
     sight: Sight = EVERYTHING
     same: int = 0
     is_crowded: bool = False
@@ -80,7 +81,7 @@ def _look(book: Book, asker: Execution, last: View) -> tuple[View, bool]:
         rows, visible = json.loads(text)
         rows = rows or []
         devices = tuple(booked_device(asker.host_id, row) for row in rows)
-        view = View(text, devices, uuids_of(rows), sights(rows)(visible))
+        view = View(text, devices, uuids_of(rows), visible, sights(rows)(visible))
     book.views[asker.holder_id] = view
     probes.reach("reserve.seen")
     return view, somebody_waits
@@ -91,7 +92,8 @@ def _try(book: Book, ask: Ask, view: View, *, unchanged: bool) -> Lease | None:
     if any(device.is_slice for device in view.devices):
         return None  # which of them its process may use depends on what that holds
     asker = ask.asker.execution
-    placed = plan(asked_by([ask.asker.recorded[ask.position]], view.sight), view.devices)
+    request = ask.asker.recorded[ask.position]
+    placed = plan(asked_by([request], view.sight), view.devices)
     if placed is None:
         return None
     [shares] = placed
@@ -101,7 +103,8 @@ def _try(book: Book, ask: Ask, view: View, *, unchanged: bool) -> Lease | None:
     lease_id = changes.add_lease(slot, host_id=asker.host_id, holder_id=asker.holder_id, shares=shares)
     is_new = ask.asker.booked is None
     last_seen = view.text if unchanged else None
-    values = (asker.host_id, asker.holder_id, asker.unit_id, *slot, is_new, last_seen, changes.document())
+    document = {**changes.document(), "backend": request.backend, "visible": view.visible}
+    values = (asker.host_id, asker.holder_id, asker.unit_id, *slot, is_new, last_seen, document)
     [(epoch,)] = book.gated(lambda gate: gate.commit(_GRANT, values))
     if epoch is None:
         return None

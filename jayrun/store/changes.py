@@ -55,8 +55,9 @@ class Changes:
         record = {"id": str(lease_id), "execution_id": str(execution_id), "position": position}
         self._add("leases", {**record, "invocation": invocation, "host_id": host_id, "holder_id": str(holder_id)})
         for share in shares:
+            named = {"device_id": share.device_id, "host_index": share.host_index}
             taken = {"memory_bytes": share.memory_bytes, "exclusive": share.exclusive}
-            self._add("shares", {"lease_id": str(lease_id), "device_id": share.device_id, **taken})
+            self._add("shares", {"lease_id": str(lease_id), **named, **taken})
         return lease_id
 
     def write(self, gate: Gate, decided: Admission, *, durable: bool = False) -> dict[UUID, int]:

@@ -1001,10 +1001,17 @@ BEGIN
             RETURN;
         END IF;
     ELSE
-        FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'shares') AS x (device_id bigint, memory_bytes bigint, exclusive boolean) LOOP
+        -- What was chosen is still called so, is of that make, and is seen by who asks.
+        IF (SELECT coalesce(o.visible, 'null') FROM jayrun.holders o WHERE o.id = the_holder) <> d -> 'visible' THEN
+            RETURN;
+        END IF;
+        FOR r IN SELECT * FROM jsonb_to_recordset(d -> 'shares') AS x (
+            device_id bigint, host_index integer, memory_bytes bigint, exclusive boolean)
+        LOOP
             IF NOT EXISTS (
                 SELECT FROM jayrun.devices v
                 WHERE v.id = r.device_id AND v.state || '' = 'online' AND v.fault IS NULL AND v.removed_at IS NULL
+                  AND v.host_index = r.host_index AND d ->> 'backend' = ANY (v.backends)
                   AND (v.share_count = 0 AND v.withheld_bytes = 0 OR NOT r.exclusive)
                   AND v.exclusive_count = 0 AND v.exclusive_only <= r.exclusive
                   AND v.reserved_bytes + v.withheld_bytes + r.memory_bytes <= v.capacity_bytes) THEN

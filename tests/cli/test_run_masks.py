@@ -280,6 +280,15 @@ def test_flags_for_docker_without_uuids_and_for_other_backends(run: Run, book: B
     assert flags.endswith(" -e ROCR_VISIBLE_DEVICES=2 -e HIP_VISIBLE_DEVICES=0")
 
 
+def test_a_command_inside_has_no_flags_for_the_devices_of_another(run: Run, named: int) -> None:
+    inner = f"{sys.executable} -c {shlex.quote(JAYRUN)} run --memory-gb 2 --device-id 1"
+    outer = ("--memory-gb", "2", "--gpus", "2", "--print-docker-flags")
+    code, told, err = run(*outer, command=("sh", "-c", f"{inner} -- env"))
+    assert (code, told) == (0, cuda("GPU-b000")), err
+    told = run(*outer, command=("sh", "-c", f"{inner} --print-docker-flags -- env"))[1]
+    assert told["JAYRUN_DOCKER_FLAGS"].startswith("--gpus device=GPU-b000 -e ")
+
+
 def test_bad_words_are_refused_with_what_there_is(run: Run, host_id: int) -> None:
     for arguments, message in [
         (("--mask", "name"), "uuid"),

@@ -339,7 +339,7 @@ def test_a_detached_one_needs_a_worker() -> None:
         assert outlook.fewest is None
         text = list(outlook_text(outlook, wanted.requests))
         assert f"  {told}" in text
-        assert "  there is room, but no worker is left to take it" in text
+        assert "  there is room, but no idle worker sees enough of it" in text
 
 
 def test_a_worker_that_is_idle_takes_it() -> None:

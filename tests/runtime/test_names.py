@@ -294,6 +294,16 @@ def test_what_it_cannot_see_has_no_number_and_is_told(
     assert "is on gpu 1 (GPU-b000), which this process cannot see (CUDA_VISIBLE_DEVICES='')" in caplog.text
 
 
+def test_what_was_leased_before_its_uuid_was_known_keeps_its_number(
+    make_runtime: MakeRuntime, sql: Sql, host_id: int
+) -> None:
+    runtime = make_runtime(settings=masked(CUDA_VISIBLE_DEVICES="3,1"))
+    text = pickle.dumps(data := runtime.run(Probe, body=two))
+    sql.execute("UPDATE jayrun.devices SET device_uuid = 'GPU-' || chr(97 + host_index) || '000'")
+    until(lambda: visible(sql) == {"cuda": ["GPU-d000", "GPU-b000"]})
+    assert numbers(pickle.loads(text).placement) == numbers(data.placement) == [(0, 3), (1, 1)]
+
+
 def make_blind() -> Any:
     from jayrun.devices.visible import see
 

@@ -319,6 +319,28 @@ def test_a_lease_that_is_ended_from_outside_is_told(inside: Inside, outer: Scene
     assert audit.leases(book) == []
 
 
+def test_what_was_granted_of_a_lost_lease_but_never_taken_is_free_again(
+    inside: Inside, book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = inside(cuda(10))
+    within = runtime._service.within
+    assert within is not None
+    attend, holder_id = within.attend, runtime._service.holder.id
+    blocker = runtime.run(Take, memory_gb=10)
+    future = runtime.start(Take, memory_gb=6)
+    waits(runtime)
+    monkeypatch.setattr(within, "attend", lambda waiting: {})  # it comes too late
+    del blocker
+    with pytest.raises(PlacementTimeout):  # behind the one who waits
+        runtime.run(Take, timeout=0, memory_gb=5)
+    book.written(lambda pg: reclaim.end_holder(pg, holder_id, reason="declared"))
+    until(lambda: runtime._service.holder.id != holder_id)
+    monkeypatch.setattr(within, "attend", attend)
+    with pytest.raises(LeaseLost):
+        future.result(PATIENCE)
+    assert runtime.run(Take, timeout=0, memory_gb=10).value == "taken"
+
+
 def test_a_process_that_was_declared_dead_joins_anew_while_the_lease_lives(inside: Inside, book: Book) -> None:
     runtime = inside(cuda(10))
     data = runtime.run(Take, memory_gb=4)

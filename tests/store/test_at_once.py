@@ -94,8 +94,34 @@ def remove(stage: Scene, sql: psycopg.Connection) -> None:
     devices.remove(stage.book, stage.host_id, kind="gpu", host_indexes=[0])
 
 
+def spoil(stage: Scene, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.devices SET fault = 'lost' WHERE host_index = 0")
+
+
+def withhold(stage: Scene, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.devices SET withheld_bytes = 20000000000 WHERE host_index = 0")
+
+
+def hide(stage: Scene, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.holders SET visible = %s", ('{"cuda": ["1"]}',))
+
+
+def rename(stage: Scene, sql: psycopg.Connection) -> None:
+    """Discovery found another card before the two: the first one is number 1 now."""
+    for index in ("host_index + 10", "abs(host_index - 11)"):
+        sql.execute(f"UPDATE jayrun.devices SET host_index = {index}")
+    sql.execute("UPDATE jayrun.devices SET capacity_bytes = 1000000000 WHERE host_index = 0")
+
+
+def convert(stage: Scene, sql: psycopg.Connection) -> None:
+    sql.execute("UPDATE jayrun.devices SET backends = '{rocm}' WHERE host_index = 0")
+
+
+BETWEEN = [fill, fill_alone, drain, shrink, remove, spoil, withhold, hide, rename, convert]
+
+
 @pytest.mark.parametrize("steady", [False, True], ids=["looked at", "steady"])
-@pytest.mark.parametrize("between", [fill, fill_alone, drain, shrink, remove])
+@pytest.mark.parametrize("between", BETWEEN)
 def test_what_no_longer_fits_goes_elsewhere(
     book: Book, sql: psycopg.Connection, between: Between, steady: bool
 ) -> None:
